@@ -1,0 +1,49 @@
+# Each target makes .venv and installs what it needs from requirements/all.txt (plain venv and pip).
+PYTHON ?= python3.11
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint typecheck format protos lock bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(INSTALLED): requirements/all.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -qq --no-deps $(PIP_ARGS) -r requirements/all.txt
+	$(BIN)/pip install --disable-pip-version-check -qq --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(INSTALLED)  ## train a tiny model on one-digit sums, everything on this machine
+	$(BIN)/headrace run recipes/arithmetic.toml --set run=demo --fresh
+
+test: $(INSTALLED)  ## all tests (real vLLM, queue servers and gRPC included)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## ruff, buf, and that generated files are current
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/buf lint protos
+	$(BIN)/python protos/generate.py --check
+
+typecheck: $(INSTALLED)  ## mypy --strict on services/ and tests/
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## rewrite the sources in our format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: $(INSTALLED)  ## regenerate protos/python from protos/headrace
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
+
+lock: $(INSTALLED)  ## resolve pyproject.toml anew and write requirements/*.txt
+	$(BIN)/python requirements/lock.py
+
+bench: $(INSTALLED)  ## measurements: tables, and benchmarks/results/*.json
+	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+
+clean:  ## remove what the targets made, runs excepted
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build *.egg-info

@@ -1,0 +1,493 @@
+"""The recipe: one TOML file for a whole run, read into frozen models that every service shares.
+
+Torch-free and import-cheap, so that a mistake is reported before anything heavy starts. An unknown key is an error that
+names the file, the key and the nearest valid key. Precedence: `--set a.b=c` over the environment
+(`HEADRACE_A__B=c`) over the file over the defaults here.
+"""
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from services.common.errors import UserError
+
+ENVIRONMENT_PREFIX = "HEADRACE_"
+"""Environment variables `HEADRACE_SECTION__KEY` override the recipe; others with this prefix are errors."""
+
+RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
+"""Run names are valid in Kubernetes and inside a Redis hash tag."""
+
+
+class RecipeError(UserError):
+    """A user's mistake in the recipe or an override; the message says where and what to do."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, types taken as written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Model(Section):
+    """What is trained."""
+
+    path: str = "tiny:arithmetic"
+    """A Hugging Face folder; or `tiny:NAME`, a small model that `headrace tiny-model` makes and caches."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trainer's forward, the published weights and the engines."""
+
+
+class ReasoningGym(Section):
+    """Prompts from the reasoning-gym package: a task generator by name, with its parameters."""
+
+    task: str
+    """The generator's name: "chain_sum"."""
+    size: Annotated[int, Field(ge=1)] = 1000
+    """Rows to generate."""
+    seed: int = 0
+    """Rows are a function of task, parameters and seed."""
+    params: dict[str, Any] = {}
+    """The generator's own configuration, passed on as it is."""
+
+
+class Data(Section):
+    """Where prompts come from: exactly one of `reasoning_gym`, `file` and `dataset`."""
+
+    reasoning_gym: ReasoningGym | None = None
+    """A generated task."""
+    file: str | None = None
+    """A JSONL or Parquet file."""
+    dataset: str | None = None
+    """A Hugging Face dataset: a name on the hub or a folder."""
+    split: str = "train"
+    """The split of `dataset`."""
+    prompt_column: str = "prompt"
+    """Holds a text, or a list of {role, content} messages. reasoning-gym rows have `question` and `answer`; there
+    the default means `question`."""
+    system_prompt: str | None = None
+    """Put before every prompt that is a text."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the rows, in distinct prompts; fractions are allowed. Without it `trainer.max_steps` ends the run."""
+    shuffle: bool = True
+    """A new order each epoch, from `seed`."""
+    seed: int = 0
+    """Of the order."""
+
+
+class Evaluation(Section):
+    """Greedy evaluation on its own streams, before the first and after the last step."""
+
+    enabled: bool = True
+    """Whether to evaluate at all."""
+    every_expression: bool = False
+    """Only for reasoning-gym's chain_sum of two terms: every expression of the task instead of sampled rows. It measures
+    the policy on the task, not generalisation, since training draws from the same set."""
+    size: Annotated[int, Field(ge=1)] = 256
+    """Rows: generated with `seed`, or the last rows of a file or dataset, which training then never sees."""
+    seed: int = 1_000_003
+    """Of generated rows; differs from the training seed."""
+
+
+class Generation(Section):
+    """How conversations are made."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Conversations of a group."""
+    temperature: Annotated[float, Field(ge=0.01, le=10)] = 1.0
+    """Softmax temperature; the engine raises smaller values to 0.01, so they are refused here."""
+    top_p: Literal[1.0, 1] = 1.0
+    """Fixed: the engine's log-probabilities are over the truncated support, the trainer's are not."""
+    top_k: Literal[0] = 0
+    """Fixed at off, for the same reason."""
+    min_p: Literal[0.0, 0] = 0.0
+    """Fixed at off, for the same reason."""
+    repetition_penalty: Literal[1.0, 1] = 1.0
+    """Fixed at off, for the same reason."""
+    max_completion_tokens: Annotated[int, Field(ge=1)] = 512
+    """Most generated tokens of one conversation."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Wall time of one conversation; past it the conversation has failed."""
+
+
+class Generator(Section):
+    """The engine of one replica."""
+
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Processes that `headrace run` starts; on Kubernetes the Deployment says it."""
+    max_inflight: Annotated[int, Field(ge=1)] = 64
+    """Conversations at a time in one replica."""
+    max_model_len: Annotated[int, Field(ge=16)] = 2048
+    """Longest prompt plus completion, in tokens."""
+    max_num_batched_tokens: Annotated[int, Field(ge=64)] = 16384
+    """Tokens that the engine prefills at once."""
+    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
+    """KV cache of one replica. Without it the engine takes what `gpu_memory_utilization` says, alone on its device."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of the device's memory, where `kv_cache_bytes` is not given."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """GPUs of one replica."""
+    enforce_eager: bool = True
+    """No graph capture: faster start, slower decoding on GPUs."""
+    seeded: bool = False
+    """A seed per conversation, from (run, group, generation). Refused on CPUs: vLLM 0.32 dies there when a seeded
+    prompt is prefilled in parts."""
+
+
+class RewardFunction(Section):
+    """One reward function."""
+
+    function: str
+    """`module:function`. Built in: `reasoning_gym` and `exact_match`."""
+    weight: float = 1.0
+    """Factor in the conversation's total."""
+    name: str | None = None
+    """In metrics, `rewards/NAME`; the function's own name by default."""
+    params: dict[str, Any] = {}
+    """Keyword arguments for every call."""
+
+
+class Rewards(Section):
+    """How conversations are scored."""
+
+    functions: tuple[RewardFunction, ...] = (RewardFunction(function="reasoning_gym"),)
+    """Summed by weight, over those that do not abstain."""
+    on_abstain: Literal["sum_present", "unscored"] = "sum_present"
+    """A function abstains (None): sum the others, or leave the conversation unscored."""
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Of one call; a call cut off counts as an abstention, visibly."""
+    workers: Annotated[int, Field(ge=1)] = 2
+    """Worker processes for sync functions, in one scorer."""
+
+
+class Scorer(Section):
+    """The scorer service."""
+
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Processes that `headrace run` starts."""
+    max_groups: Annotated[int, Field(ge=1)] = 8
+    """Groups at a time in one replica."""
+
+
+class Advantage(Section):
+    """From rewards to advantages, within a group."""
+
+    scale: Literal["group", "none"] = "group"
+    """Divide by the group's population standard deviation, or only centre."""
+    min_group: Annotated[int, Field(ge=2)] = 2
+    """Fewer scored members: the group is dropped as `unscored`."""
+
+
+class Loss(Section):
+    """The policy-gradient loss."""
+
+    kind: Literal["clip"] = "clip"
+    """-min(rho A, clip(rho, 1 - low, 1 + high) A) a trained token."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Lower clip distance."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """Upper clip distance."""
+    dual_clip: Annotated[float, Field(gt=1)] = 10.0
+    """For A < 0 the loss is at most this times |A|; inf turns it off."""
+    normalise: Literal["tokens"] = "tokens"
+    """Divide the step's sum by its trained, unguarded tokens."""
+
+
+class Optimizer(Section):
+    """AdamW."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    """After warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Linear from 0."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled; not on vectors (norms, biases)."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this norm."""
+
+
+class Trainer(Section):
+    """The trainer: steps, pace, budgets."""
+
+    groups_per_step: Annotated[int, Field(ge=1)] = 32
+    """Groups of one optimizer step."""
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps of the run; `data.epochs` may end it earlier."""
+    max_staleness: Annotated[int, Field(ge=0)] = 4
+    """Versions that a group's oldest token may be behind when a step admits it."""
+    weight_sync_steps: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps per published version."""
+    token_budget: Annotated[int, Field(ge=16)] | None = None
+    """Unique tokens of one packed row; `generator.max_model_len` by default, and never less."""
+    trained_token_budget: Annotated[int, Field(ge=1)] | None = None
+    """Trained tokens of one packed row (bounds the logits); `token_budget` by default."""
+    zero_signal: Literal["skip", "keep"] = "skip"
+    """Groups whose advantages are all 0: not forwarded and not in the denominator, or both."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"cuda" that is not there is an error, never a slow run."""
+    seed: int = 0
+    """Of everything random in the trainer."""
+    eval_timeout_s: Annotated[float, Field(gt=0)] = 900.0
+    """Most seconds one evaluation may take; past it the run fails."""
+
+
+class Queue(Section):
+    """The Redis-protocol server and the rules of delivery."""
+
+    url: str | None = None
+    """`redis://…`, `rediss://…`. Without it `headrace run` starts an embedded server."""
+    claim_after_s: Annotated[float, Field(gt=0)] = 30.0
+    """An entry not renewed for so long is taken over by another worker."""
+    max_work_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Longest work on one entry (time blocked by capacity not counted); then renewal stops."""
+    max_deliveries: Annotated[int, Field(ge=2)] = 3
+    """An entry that killed its worker so often goes to the dead letters."""
+    groups_capacity: Annotated[int, Field(ge=1)] = 64
+    """Groups that may wait for a scorer."""
+    samples_capacity: Annotated[int, Field(ge=1)] | None = None
+    """Groups that may wait for the trainer; 4 x groups_per_step by default."""
+    max_tries: Annotated[int, Field(ge=1)] = 3
+    """Tries of a prompt whose groups fail; then it is given up."""
+    max_stale_tries: Annotated[int, Field(ge=1)] = 8
+    """Tries of a prompt whose groups become stale; then it is given up."""
+    dead_max_entries: Annotated[int, Field(ge=1)] = 1000
+    """Dead letters kept."""
+    dead_max_bytes: Annotated[int, Field(ge=1)] = 256 << 20
+    """Bytes of dead letters kept."""
+
+
+class Aggregator(Section):
+    """The aggregator."""
+
+    database: str | None = None
+    """An SQLAlchemy URL; SQLite under the run folder by default."""
+    http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """REST, docs and the page; 0 takes a free port."""
+
+
+class Recorder(Section):
+    """How services send metrics."""
+
+    flush_s: Annotated[float, Field(gt=0)] = 2.0
+    """Seconds between two batches."""
+    buffer_partials: Annotated[int, Field(ge=100)] = 20_000
+    """Partials kept while the aggregator is away; beyond that they are merged, then dropped and counted."""
+
+
+class Network(Section):
+    """Where services find each other, and how they listen."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 in containers."""
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """This service's gRPC port; 0 takes a free one."""
+    health_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """grpc.health.v1, plaintext, for probes; 0 takes a free one."""
+    trainer: str = "127.0.0.1:50051"
+    """gRPC address of the trainer."""
+    aggregator: str = "127.0.0.1:50052"
+    """gRPC address of the aggregator."""
+    token_file: str | None = None
+    """File with the bearer token that all gRPC calls then need."""
+    max_message_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    """Largest gRPC message, on both sides."""
+
+
+class Recipe(Section):
+    """Everything about a run."""
+
+    run: str = "run"
+    """Its name, in Redis keys, folders and URLs."""
+    folder: str = "runs"
+    """Runs live in `folder/run`."""
+    model: Model = Model()
+    data: Data = Data()
+    generation: Generation = Generation()
+    generator: Generator = Generator()
+    rewards: Rewards = Rewards()
+    scorer: Scorer = Scorer()
+    advantage: Advantage = Advantage()
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+    trainer: Trainer = Trainer()
+    evaluation: Evaluation = Evaluation()
+    queue: Queue = Queue()
+    aggregator: Aggregator = Aggregator()
+    recorder: Recorder = Recorder()
+    network: Network = Network()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not RUN_NAME.fullmatch(self.run):
+            raise ValueError(f"run: {self.run!r} must match {RUN_NAME.pattern}")
+        sources = [self.data.reasoning_gym, self.data.file, self.data.dataset]
+        if sum(source is not None for source in sources) != 1:
+            raise ValueError("data: give exactly one of reasoning_gym, file and dataset")
+        if self.trainer.max_steps is None and self.data.epochs is None:
+            raise ValueError("trainer.max_steps or data.epochs must say when the run ends")
+        if self.token_budget < self.generator.max_model_len:
+            raise ValueError(
+                f"trainer.token_budget: {self.token_budget} is below generator.max_model_len "
+                f"({self.generator.max_model_len}); a full conversation would not fit a row"
+            )
+        if self.generation.max_completion_tokens >= self.generator.max_model_len:
+            raise ValueError(
+                "generation.max_completion_tokens must be below generator.max_model_len "
+                f"({self.generator.max_model_len}): no room is left for a prompt"
+            )
+        if self.samples_capacity < self.trainer.groups_per_step:
+            raise ValueError(
+                f"queue.samples_capacity: {self.samples_capacity} is below trainer.groups_per_step "
+                f"({self.trainer.groups_per_step}); a step could never fill"
+            )
+        if self.evaluation.every_expression and (
+            self.data.reasoning_gym is None or self.data.reasoning_gym.task != "chain_sum"
+        ):
+            raise ValueError(
+                "evaluation.every_expression: only for data.reasoning_gym.task = chain_sum"
+            )
+        return self
+
+    @property
+    def token_budget(self) -> int:
+        """Unique tokens of one packed row."""
+        return self.trainer.token_budget or self.generator.max_model_len
+
+    @property
+    def trained_token_budget(self) -> int:
+        """Trained tokens of one packed row."""
+        return self.trainer.trained_token_budget or self.token_budget
+
+    @property
+    def samples_capacity(self) -> int:
+        """Groups that may wait for the trainer."""
+        return self.queue.samples_capacity or 4 * self.trainer.groups_per_step
+
+    @property
+    def max_outstanding(self) -> int:
+        """Groups between dispatch and settlement, at most (architecture: pace first, drop last)."""
+        trainer = self.trainer
+        return (trainer.max_staleness * trainer.weight_sync_steps + 1) * trainer.groups_per_step
+
+    @property
+    def run_folder(self) -> Path:
+        """Where logs, checkpoints and the summary of this run are."""
+        return Path(self.folder) / self.run
+
+    def identity(self) -> str:
+        """Hex digest of what makes two runs the same experiment: model, data, sampling, rewards, loss, seeds."""
+        trainer = self.trainer.model_dump(include={"groups_per_step", "zero_signal", "seed"})
+        sections = ("model", "data", "generation", "rewards", "advantage", "loss", "optimizer")
+        content = {name: getattr(self, name).model_dump() for name in sections} | {
+            "trainer": trainer
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def load(
+    path: Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Recipe:
+    """Read a recipe, apply the environment's and then the command line's overrides, and validate the whole.
+
+    `overrides` are `a.b=c`; c is read as a TOML value where it is one, else as a text. Relative `file`, `path` and
+    `folder` entries mean what they say from the working directory. Raises RecipeError with all mistakes at once.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such recipe file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path}: not valid TOML: {error}") from error
+    for name, text in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+            _place(tree, keys, text, source=f"environment variable {name}")
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key.strip():
+            raise RecipeError(f"--set {override}: write it as key.in.recipe=value")
+        _place(tree, key.strip().split("."), text, source=f"--set {override}")
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError("\n".join(_explain(path, tree, e) for e in error.errors())) from None
+
+
+def _place(tree: dict[str, Any], keys: list[str], text: str, *, source: str) -> None:
+    """Put the value of an override into the tree of the file."""
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    node = tree
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise RecipeError(f"{source}: {key} is not a section")
+    node[keys[-1]] = value
+
+
+def _explain(path: Path, tree: dict[str, Any], error: Any) -> str:
+    """One line for one mistake: file, key, what is wrong, and the nearest valid key where the key is unknown."""
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        valid = _fields_at(location[:-1])
+        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
+        everywhere = difflib.get_close_matches(key, _all_keys(), n=1, cutoff=0.5)
+        prefix = ".".join(location[:-1])
+        guess = f"{prefix}.{near[0]}".lstrip(".") if near else (everywhere[0] if everywhere else "")
+        hint = f"; did you mean {guess}?" if guess else f"; valid here: {', '.join(sorted(valid))}"
+        return f"{path}: unknown key {key}{hint}"
+    if error["type"] == "missing":
+        return f"{path}: {key} is missing"
+    message = error["msg"].removeprefix("Value error, ")
+    if not location:
+        return f"{path}: {message}"
+    return f"{path}: {key} = {error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _fields_at(location: Sequence[str]) -> list[str]:
+    """Valid keys of the section at `location`."""
+    model: type[BaseModel] = Recipe
+    for part in location:
+        if part.isdigit() or part not in model.model_fields:
+            continue
+        inner = _section_in(model.model_fields[part].annotation)
+        if inner is None:
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside an annotation such as `Section | None` or `tuple[Section, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _section_in(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def _all_keys() -> list[str]:
+    """All `section.key` names."""
+    keys = []
+    for name, field in Recipe.model_fields.items():
+        section = _section_in(field.annotation)
+        keys += [f"{name}.{inner}" for inner in section.model_fields] if section else [name]
+    return keys

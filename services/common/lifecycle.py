@@ -1,0 +1,172 @@
+"""How a service lives: what it is doing (phase), whether it is ready, and how it ends.
+
+A service is one coroutine. SIGTERM and SIGINT set `stopping`; the coroutine then stops taking work, gives the rest back
+and returns, and the process exits 0. A user's mistake (UserError) is one line and exit status 2; anything else is a
+traceback in the log and exit status 1.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.common.errors import FENCED_STATUS, Fenced, UserError
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What GetStatus answers."""
+
+    service: str
+    producer: str
+    ready: bool
+    phase: str
+    phase_s: float
+    uptime_s: float
+    details: dict[str, str]
+
+
+@dataclass
+class Lifecycle:
+    """State of one process, read by status calls and probes. Use from the event loop that runs the service."""
+
+    service: str
+    """ "generator", "scorer", "trainer" or "aggregator"."""
+    replica: str = ""
+    """Which one: the pod's name, or a number given by the launcher."""
+    phase: str = "starting"
+    ready: bool = False
+    details: dict[str, str] = field(default_factory=dict)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _born_s: float = field(default_factory=time.monotonic)
+    _phase_since_s: float = field(default_factory=time.monotonic)
+    _listeners: list[Callable[[bool], Awaitable[None]]] = field(default_factory=list)
+
+    @property
+    def producer(self) -> str:
+        """`service-replica`: the name in metrics and in the queue."""
+        return f"{self.service}-{self.replica}" if self.replica else self.service
+
+    def enter(self, phase: str) -> None:
+        """Say what the service does or waits for now."""
+        if phase != self.phase:
+            self.phase = phase
+            self._phase_since_s = time.monotonic()
+            structlog.get_logger().info("phase", phase=phase)
+
+    async def set_ready(self, ready: bool) -> None:
+        """Tell probes; a no-op when nothing changes."""
+        if ready == self.ready:
+            return
+        self.ready = ready
+        structlog.get_logger().info("ready" if ready else "not ready", phase=self.phase)
+        for listener in self._listeners:
+            await listener(ready)
+
+    def on_ready_change(self, listener: Callable[[bool], Awaitable[None]]) -> None:
+        """Call `listener` at each change of readiness."""
+        self._listeners.append(listener)
+
+    def snapshot(self) -> Snapshot:
+        """The present state."""
+        now = time.monotonic()
+        return Snapshot(
+            service=self.service,
+            producer=self.producer,
+            ready=self.ready,
+            phase=self.phase,
+            phase_s=now - self._phase_since_s,
+            uptime_s=now - self._born_s,
+            details=dict(self.details),
+        )
+
+    async def stopped_within(self, timeout_s: float) -> bool:
+        """Sleep, but wake at once when the service is asked to stop; True when it is."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), timeout_s)
+        return self.stopping.is_set()
+
+
+def configure_logging() -> None:
+    """Structured lines on stderr: readable on a terminal, JSON elsewhere. HEADRACE secrets are never bound."""
+    human = sys.stderr.isatty()
+    renderer: Any = (
+        structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
+    )
+    processors: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if not human:
+        processors.append(structlog.processors.format_exc_info)
+    structlog.configure(
+        processors=[*processors, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def default_replica() -> str:
+    """The pod's or host's name, made fit for names in the queue."""
+    return os.environ.get("HOSTNAME") or socket.gethostname().split(".")[0]
+
+
+def announce(path: str | None, **fields: Any) -> None:
+    """Write the ports that were taken as JSON to `path` (by a rename), for a launcher that passed port 0."""
+    if path is None:
+        return
+    target = Path(path)
+    temporary = target.with_suffix(".tmp")
+    temporary.write_text(json.dumps(fields))
+    temporary.rename(target)
+
+
+def run(
+    lifecycle_of: Callable[[], Lifecycle], main: Callable[[Lifecycle], Coroutine[Any, Any, None]]
+) -> int:
+    """Run a service until it returns or a signal stops it; the exit status.
+
+    A second signal ends the process at once with status 130.
+    """
+    configure_logging()
+
+    async def supervised() -> None:
+        lifecycle = lifecycle_of()
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            if lifecycle.stopping.is_set():
+                os._exit(130)
+            lifecycle.enter("draining")
+            lifecycle.stopping.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        await main(lifecycle)
+
+    assert inspect.iscoroutinefunction(main)
+    try:
+        asyncio.run(supervised())
+    except Fenced as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FENCED_STATUS
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception:
+        structlog.get_logger().error("failed", exc_info=True)
+        return 1
+    return 0
