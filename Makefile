@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck format protos lock bench clean
+.PHONY: help demo test lint typecheck format protos docs lock bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,7 @@ lint: $(INSTALLED)  ## ruff, buf, and that generated files are current
 	$(BIN)/ruff format --check .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/buf lint protos
 	$(BIN)/python protos/generate.py --check
+	$(BIN)/python docs/generate.py --check
 
 typecheck: $(INSTALLED)  ## mypy --strict on services/ and tests/
 	$(BIN)/mypy
@@ -38,6 +39,9 @@ format: $(INSTALLED)  ## rewrite the sources in our format
 
 protos: $(INSTALLED)  ## regenerate protos/python from protos/headrace
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
+
+docs: $(INSTALLED)  ## regenerate docs/recipe.md from services/common/config.py
+	$(BIN)/python docs/generate.py
 
 lock: $(INSTALLED)  ## resolve pyproject.toml anew and write requirements/*.txt
 	$(BIN)/python requirements/lock.py

@@ -1,0 +1,1 @@
+"""Headrace's services; each imports `services.common` and never another service."""

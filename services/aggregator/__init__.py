@@ -1,0 +1,1 @@
+"""The aggregator: turns metric deltas into history and answers."""

@@ -1,6 +1,6 @@
-"""The command line that all services share: `python -m services.NAME RECIPE [--set a.b=c] [--replica R] [--announce FILE]`."""
+"""The command line that all services share: `python -m services.NAME RECIPE [--set a.b=c]
+[--replica R] [--announce FILE]`."""
 
-import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,8 @@ def service_command(service: str, main: ServiceMain, help_text: str) -> Callable
             typer.Option("--set", help="Override one key: --set trainer.max_steps=10. Repeatable."),
         ] = None,
         replica: Annotated[
-            str | None, typer.Option(help="This process among its kind; the host's name by default.")
+            str | None,
+            typer.Option(help="This process among its kind; the host's name by default."),
         ] = None,
         announce: Annotated[
             str | None, typer.Option(help="Write the ports taken to this file, as JSON.")
@@ -43,8 +44,7 @@ def service_command(service: str, main: ServiceMain, help_text: str) -> Callable
         try:
             loaded = config.load(recipe, overrides=overrides or ())
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(2) from None
+            raise typer.Exit(lifecycle.exit_status(error)) from None
         name = replica if replica is not None else lifecycle.default_replica()
         invocation = Invocation(recipe=loaded, announce=announce)
 

@@ -1,29 +1,35 @@
 """The recipe: one TOML file for a whole run, read into frozen models that every service shares.
 
-Torch-free and import-cheap, so that a mistake is reported before anything heavy starts. An unknown key is an error that
-names the file, the key and the nearest valid key. Precedence: `--set a.b=c` over the environment
-(`HEADRACE_A__B=c`) over the file over the defaults here.
+Torch-free and import-cheap, so that a mistake is reported before anything heavy starts. An
+unknown key is an error that names the file, the key and the nearest valid key. Precedence: `--set
+a.b=c` over the environment (`HEADRACE_A__B=c`) over the file over the defaults here.
 """
 
-import difflib
 import hashlib
 import json
 import os
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from services.common import recipe_text
 from services.common.errors import UserError
 
 ENVIRONMENT_PREFIX = "HEADRACE_"
-"""Environment variables `HEADRACE_SECTION__KEY` override the recipe; others with this prefix are errors."""
+"""Environment variables `HEADRACE_SECTION__KEY` override the recipe; others with this prefix are
+errors."""
 
 RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 """Run names are valid in Kubernetes and inside a Redis hash tag."""
+
+PASSWORD = re.compile(r"(://[^:/@]*:).*(?=@)|([?&]password=)[^&]*")
+"""What `scheme://user:` precedes up to the last @, or a query's password."""
+
+HOLDS_PASSWORD = (("queue", "url"), ("aggregator", "database"))
+"""Keys whose value is a URL that may hold a password."""
 
 
 class RecipeError(UserError):
@@ -31,16 +37,45 @@ class RecipeError(UserError):
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, types taken as written."""
+    """Base of all sections: frozen, unknown keys refused, types taken as written (no "10" or `true`
+    for the number), infinities refused: a limit that never comes is a hang."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+def _fixed(value: float, why: str) -> AfterValidator:
+    """Only `value` is accepted; the error says why."""
+
+    def check(given: float) -> float:
+        if given != value:
+            raise ValueError(f"only {value} is allowed (off): {why}")
+        return given
+
+    return AfterValidator(check)
+
+
+_TRUNCATES = (
+    "the engine's log-probabilities would be over the truncated support, the trainer's are over "
+    "the whole vocabulary, and an unchanged policy would look changed"
+)
+_PENALISES = (
+    "the engine's log-probabilities would be of the penalised distribution, the trainer's are of "
+    "the policy itself, and an unchanged policy would look changed"
+)
 
 
 class Model(Section):
     """What is trained."""
 
     path: str = "tiny:arithmetic"
-    """A Hugging Face folder; or `tiny:NAME`, a small model that `headrace tiny-model` makes and caches."""
+    """A Hugging Face folder; or `tiny:NAME`, a small model that `headrace tiny-model` makes and
+    caches."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trainer's forward, the published weights and the engines."""
 
@@ -70,12 +105,13 @@ class Data(Section):
     split: str = "train"
     """The split of `dataset`."""
     prompt_column: str = "prompt"
-    """Holds a text, or a list of {role, content} messages. reasoning-gym rows have `question` and `answer`; there
-    the default means `question`."""
+    """Holds a text, or a list of {role, content} messages. reasoning-gym rows have `question` and
+    `answer`; there the default means `question`."""
     system_prompt: str | None = None
     """Put before every prompt that is a text."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the rows, in distinct prompts; fractions are allowed. Without it `trainer.max_steps` ends the run."""
+    """Passes over the rows, in distinct prompts; fractions are allowed. Without it
+    `trainer.max_steps` ends the run."""
     shuffle: bool = True
     """A new order each epoch, from `seed`."""
     seed: int = 0
@@ -88,10 +124,12 @@ class Evaluation(Section):
     enabled: bool = True
     """Whether to evaluate at all."""
     every_expression: bool = False
-    """Only for reasoning-gym's chain_sum of two terms: every expression of the task instead of sampled rows. It measures
-    the policy on the task, not generalisation, since training draws from the same set."""
+    """Only for reasoning-gym's chain_sum of two terms: every expression of the task instead of
+    sampled rows. It measures the policy on the task, not generalisation, since training draws
+    from the same set."""
     size: Annotated[int, Field(ge=1)] = 256
-    """Rows: generated with `seed`, or the last rows of a file or dataset, which training then never sees."""
+    """Rows: generated with `seed`, or the last rows of a file or dataset, which training then
+    never sees."""
     seed: int = 1_000_003
     """Of generated rows; differs from the training seed."""
 
@@ -103,14 +141,14 @@ class Generation(Section):
     """Conversations of a group."""
     temperature: Annotated[float, Field(ge=0.01, le=10)] = 1.0
     """Softmax temperature; the engine raises smaller values to 0.01, so they are refused here."""
-    top_p: Literal[1.0, 1] = 1.0
-    """Fixed: the engine's log-probabilities are over the truncated support, the trainer's are not."""
-    top_k: Literal[0] = 0
+    top_p: Annotated[float, _fixed(1.0, _TRUNCATES)] = 1.0
+    """Fixed at off: the engine's log-probabilities would be over the truncated support."""
+    top_k: Annotated[int, _fixed(0, _TRUNCATES)] = 0
     """Fixed at off, for the same reason."""
-    min_p: Literal[0.0, 0] = 0.0
+    min_p: Annotated[float, _fixed(0.0, _TRUNCATES)] = 0.0
     """Fixed at off, for the same reason."""
-    repetition_penalty: Literal[1.0, 1] = 1.0
-    """Fixed at off, for the same reason."""
+    repetition_penalty: Annotated[float, _fixed(1.0, _PENALISES)] = 1.0
+    """Fixed at off: the engine's log-probabilities would be of the penalised distribution."""
     max_completion_tokens: Annotated[int, Field(ge=1)] = 512
     """Most generated tokens of one conversation."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
@@ -129,7 +167,8 @@ class Generator(Section):
     max_num_batched_tokens: Annotated[int, Field(ge=64)] = 16384
     """Tokens that the engine prefills at once."""
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
-    """KV cache of one replica. Without it the engine takes what `gpu_memory_utilization` says, alone on its device."""
+    """KV cache of one replica. Without it the engine takes what `gpu_memory_utilization` says,
+    alone on its device."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the device's memory, where `kv_cache_bytes` is not given."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
@@ -137,8 +176,8 @@ class Generator(Section):
     enforce_eager: bool = True
     """No graph capture: faster start, slower decoding on GPUs."""
     seeded: bool = False
-    """A seed per conversation, from (run, group, generation). Refused on CPUs: vLLM 0.32 dies there when a seeded
-    prompt is prefilled in parts."""
+    """A seed per conversation, from (run, group, generation). Refused on CPUs: vLLM 0.32 dies
+    there when a seeded prompt is prefilled in parts."""
 
 
 class RewardFunction(Section):
@@ -157,7 +196,9 @@ class RewardFunction(Section):
 class Rewards(Section):
     """How conversations are scored."""
 
-    functions: tuple[RewardFunction, ...] = (RewardFunction(function="reasoning_gym"),)
+    functions: Annotated[tuple[RewardFunction, ...], Field(strict=False)] = (
+        RewardFunction(function="reasoning_gym"),
+    )
     """Summed by weight, over those that do not abstain."""
     on_abstain: Literal["sum_present", "unscored"] = "sum_present"
     """A function abstains (None): sum the others, or leave the conversation unscored."""
@@ -194,10 +235,14 @@ class Loss(Section):
     """Lower clip distance."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
     """Upper clip distance."""
-    dual_clip: Annotated[float, Field(gt=1)] = 10.0
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=True)] = 10.0
     """For A < 0 the loss is at most this times |A|; inf turns it off."""
     normalise: Literal["tokens"] = "tokens"
     """Divide the step's sum by its trained, unguarded tokens."""
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Of a running mean."""
 
 
 class Optimizer(Section):
@@ -207,7 +252,7 @@ class Optimizer(Section):
     """After warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Linear from 0."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
     """Decay of the moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator."""
@@ -238,6 +283,8 @@ class Trainer(Section):
     """"cuda" that is not there is an error, never a slow run."""
     seed: int = 0
     """Of everything random in the trainer."""
+    exit_when_done: bool = False
+    """End the process with the run (`headrace run` sets it); else it stays up and says `complete`."""
     eval_timeout_s: Annotated[float, Field(gt=0)] = 900.0
     """Most seconds one evaluation may take; past it the run fails."""
 
@@ -282,7 +329,8 @@ class Recorder(Section):
     flush_s: Annotated[float, Field(gt=0)] = 2.0
     """Seconds between two batches."""
     buffer_partials: Annotated[int, Field(ge=100)] = 20_000
-    """Partials kept while the aggregator is away; beyond that they are merged, then dropped and counted."""
+    """Partials kept while the aggregator is away; beyond that they are merged, then dropped and
+    counted."""
 
 
 class Network(Section):
@@ -329,35 +377,45 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        mistakes = list(self._contradictions())
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """What is wrong between keys, one line each."""
         if not RUN_NAME.fullmatch(self.run):
-            raise ValueError(f"run: {self.run!r} must match {RUN_NAME.pattern}")
+            yield (
+                f"run = {self.run!r}: use lower-case letters, digits and hyphens, at most 52, "
+                "with a letter or digit at both ends"
+            )
+        if not self.rewards.functions:
+            yield "rewards.functions: give at least one"
         sources = [self.data.reasoning_gym, self.data.file, self.data.dataset]
         if sum(source is not None for source in sources) != 1:
-            raise ValueError("data: give exactly one of reasoning_gym, file and dataset")
+            yield "data: give exactly one of data.reasoning_gym, data.file and data.dataset"
         if self.trainer.max_steps is None and self.data.epochs is None:
-            raise ValueError("trainer.max_steps or data.epochs must say when the run ends")
+            yield "trainer.max_steps or data.epochs must say when the run ends: give one or both"
         if self.token_budget < self.generator.max_model_len:
-            raise ValueError(
+            yield (
                 f"trainer.token_budget: {self.token_budget} is below generator.max_model_len "
                 f"({self.generator.max_model_len}); a full conversation would not fit a row"
             )
         if self.generation.max_completion_tokens >= self.generator.max_model_len:
-            raise ValueError(
-                "generation.max_completion_tokens must be below generator.max_model_len "
-                f"({self.generator.max_model_len}): no room is left for a prompt"
+            yield (
+                f"generation.max_completion_tokens: {self.generation.max_completion_tokens} must "
+                f"be below generator.max_model_len ({self.generator.max_model_len}): no room is "
+                "left for a prompt"
             )
         if self.samples_capacity < self.trainer.groups_per_step:
-            raise ValueError(
+            yield (
                 f"queue.samples_capacity: {self.samples_capacity} is below trainer.groups_per_step "
                 f"({self.trainer.groups_per_step}); a step could never fill"
             )
         if self.evaluation.every_expression and (
             self.data.reasoning_gym is None or self.data.reasoning_gym.task != "chain_sum"
         ):
-            raise ValueError(
-                "evaluation.every_expression: only for data.reasoning_gym.task = chain_sum"
-            )
-        return self
+            yield "evaluation.every_expression: only for data.reasoning_gym.task = chain_sum"
 
     @property
     def token_budget(self) -> int:
@@ -386,108 +444,55 @@ class Recipe(Section):
         return Path(self.folder) / self.run
 
     def identity(self) -> str:
-        """Hex digest of what makes two runs the same experiment: model, data, sampling, rewards, loss, seeds."""
+        """Hex digest of what makes two runs the same experiment: model, data, sampling, rewards,
+        loss, seeds."""
         trainer = self.trainer.model_dump(include={"groups_per_step", "zero_signal", "seed"})
         sections = ("model", "data", "generation", "rewards", "advantage", "loss", "optimizer")
         content = {name: getattr(self, name).model_dump() for name in sections} | {
             "trainer": trainer
         }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def load(
     path: Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> Recipe:
-    """Read a recipe, apply the environment's and then the command line's overrides, and validate the whole.
+    """Read a recipe, apply the environment's and then the command line's overrides, and validate.
 
-    `overrides` are `a.b=c`; c is read as a TOML value where it is one, else as a text. Relative `file`, `path` and
-    `folder` entries mean what they say from the working directory. Raises RecipeError with all mistakes at once.
+    `overrides` are `a.b=c`; c is read as a TOML value where it is one, else (or where the key
+    holds a text) as a text; list elements are named by position (`rewards.functions.0.weight=2`).
+    Relative `file`, `path` and `folder` entries mean what they say from the working directory.
+    Raises RecipeError with all mistakes at once, one a line.
     """
+    source = recipe_text.Source(path=path, model=Recipe)
     try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise RecipeError(f"{path}: no such recipe file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path}: not valid TOML: {error}") from error
-    for name, text in sorted((os.environ if environ is None else environ).items()):
-        if name.startswith(ENVIRONMENT_PREFIX):
-            keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-            _place(tree, keys, text, source=f"environment variable {name}")
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key.strip():
-            raise RecipeError(f"--set {override}: write it as key.in.recipe=value")
-        _place(tree, key.strip().split("."), text, source=f"--set {override}")
-    try:
+        tree = recipe_text.read(path)
+        for name, text in sorted((os.environ if environ is None else environ).items()):
+            if name.startswith(ENVIRONMENT_PREFIX):
+                keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+                source.place(tree, keys, text, origin=f"environment variable {name}")
+        for override in overrides:
+            key, separator, text = override.partition("=")
+            if not separator or not key.strip():
+                raise ValueError(f"--set {override}: write it as --set key.in.recipe=value")
+            keys = key.strip().split(".")
+            source.place(tree, keys, text, origin=f"--set {key.strip()}")
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError("\n".join(_explain(path, tree, e) for e in error.errors())) from None
+        lines = [line for mistake in error.errors() for line in source.explain(mistake)]
+        raise RecipeError("\n".join(lines)) from None
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
 
 
-def _place(tree: dict[str, Any], keys: list[str], text: str, *, source: str) -> None:
-    """Put the value of an override into the tree of the file."""
-    try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    node = tree
-    for key in keys[:-1]:
-        node = node.setdefault(key, {})
-        if not isinstance(node, dict):
-            raise RecipeError(f"{source}: {key} is not a section")
-    node[keys[-1]] = value
+def dump_toml(recipe: Recipe, *, hide_passwords: bool = False) -> str:
+    """The resolved recipe as TOML, defaults included: load() of it gives an equal recipe.
 
-
-def _explain(path: Path, tree: dict[str, Any], error: Any) -> str:
-    """One line for one mistake: file, key, what is wrong, and the nearest valid key where the key is unknown."""
-    location = [str(part) for part in error["loc"]]
-    key = ".".join(location)
-    if error["type"] == "extra_forbidden":
-        valid = _fields_at(location[:-1])
-        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
-        everywhere = difflib.get_close_matches(key, _all_keys(), n=1, cutoff=0.5)
-        prefix = ".".join(location[:-1])
-        guess = f"{prefix}.{near[0]}".lstrip(".") if near else (everywhere[0] if everywhere else "")
-        hint = f"; did you mean {guess}?" if guess else f"; valid here: {', '.join(sorted(valid))}"
-        return f"{path}: unknown key {key}{hint}"
-    if error["type"] == "missing":
-        return f"{path}: {key} is missing"
-    message = error["msg"].removeprefix("Value error, ")
-    if not location:
-        return f"{path}: {message}"
-    return f"{path}: {key} = {error['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _fields_at(location: Sequence[str]) -> list[str]:
-    """Valid keys of the section at `location`."""
-    model: type[BaseModel] = Recipe
-    for part in location:
-        if part.isdigit() or part not in model.model_fields:
-            continue
-        inner = _section_in(model.model_fields[part].annotation)
-        if inner is None:
-            return []
-        model = inner
-    return list(model.model_fields)
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside an annotation such as `Section | None` or `tuple[Section, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        found = _section_in(argument)
-        if found is not None:
-            return found
-    return None
-
-
-def _all_keys() -> list[str]:
-    """All `section.key` names."""
-    keys = []
-    for name, field in Recipe.model_fields.items():
-        section = _section_in(field.annotation)
-        keys += [f"{name}.{inner}" for inner in section.model_fields] if section else [name]
-    return keys
+    `hide_passwords` is for showing it: passwords in URLs become `***`.
+    """
+    tree = recipe.model_dump(exclude_none=True)
+    if hide_passwords:
+        for section, key in HOLDS_PASSWORD:
+            if key in tree[section]:
+                tree[section][key] = PASSWORD.sub(r"\1\2***", tree[section][key])
+    return recipe_text.write(tree)

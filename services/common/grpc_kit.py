@@ -1,11 +1,16 @@
-"""gRPC as every service uses it: servers, channels, health, reflection, deadlines, retries, authentication.
+"""gRPC as every service uses it: servers, channels, health, reflection, deadlines, retries,
+authentication.
 
-- `serve()` starts a grpc.aio server with reflection, the StatusService and, where a token is configured, an interceptor
-  that refuses calls without it; `grpc.health.v1` listens on a second, plaintext port that carries nothing else.
-- `channel()` opens an aio channel and `sync_channel()` a blocking one, with the same keepalive, limits and retry rules.
-- Unary calls need a deadline: pass `timeout=UNARY_DEADLINE_S` (or your own). Only calls in `IDEMPOTENT` are retried.
+- `serve()` starts a grpc.aio server with reflection, the StatusService and, where a token is
+  configured, an interceptor that refuses calls without it; `grpc.health.v1` listens on a second,
+  plaintext port that carries nothing else.
+- `channel()` opens an aio channel and `sync_channel()` a blocking one, with the same keepalive,
+  limits and retry rules.
+- Unary calls need a deadline: pass `timeout=UNARY_DEADLINE_S` (or your own). Only calls in
+  `IDEMPOTENT` are retried.
 """
 
+import asyncio
 import hmac
 import json
 import socket
@@ -16,19 +21,22 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
-
 from headrace.v1 import status_pb2 as wire_status
 from headrace.v1 import status_pb2_grpc
+
 from services.common.config import Network
 from services.common.errors import UserError
 from services.common.lifecycle import Lifecycle
 
 UNARY_DEADLINE_S = 30.0
 """Of calls that have no reason to take longer."""
+
+RETRY_BUFFER_BYTES = 16 << 20
+"""A request is kept for a repetition up to this size; gRPC's own 256 KiB is less than one group."""
 
 KEEPALIVE_S = 20
 """Both sides ping this often; a dead peer is found within KEEPALIVE_S + 10 s."""
@@ -38,7 +46,8 @@ IDEMPOTENT = (
     "headrace.v1.StatusService/GetStatus",
     "headrace.v1.ScorerService/Score",
 )
-"""Calls that gRPC itself may repeat. PushDeltas is not here: the recorder repeats it under its sequence number."""
+"""Calls that gRPC itself may repeat. PushDeltas is not here: the recorder repeats it under its
+sequence number."""
 
 DOMAIN = "headrace"
 """Of ErrorInfo."""
@@ -76,13 +85,17 @@ def _channel_options(network: Network) -> list[tuple[str, Any]]:
         *_limits(network),
         ("grpc.service_config", json.dumps(config)),
         ("grpc.enable_retries", 1),
+        ("grpc.per_rpc_retry_buffer_size", RETRY_BUFFER_BYTES),
+        # Services speak to each other directly: a proxy of the user's environment knows none.
+        ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 5_000),
     ]
 
 
 def read_token(network: Network) -> str | None:
-    """The bearer token, or None where no `network.token_file` is configured. Raises UserError when it is unusable."""
+    """The bearer token, or None where no `network.token_file` is configured. Raises UserError
+    when it is unusable."""
     if network.token_file is None:
         return None
     try:
@@ -94,61 +107,16 @@ def read_token(network: Network) -> str | None:
     return token
 
 
-def _call_metadata(details: Any, token: str) -> Any:
-    metadata = [*(details.metadata or ()), ("authorization", f"Bearer {token}")]
-    return details._replace(metadata=metadata)
-
-
-class _CallDetails(
-    grpc.ClientCallDetails,  # type: ignore[misc,unused-ignore]
-):
-    def __init__(self, details: Any, metadata: Any) -> None:
-        self.method = details.method
-        self.timeout = details.timeout
-        self.metadata = metadata
-        self.credentials = details.credentials
-        self.wait_for_ready = details.wait_for_ready
-        self.compression = details.compression
-
-
-class _SyncToken(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc,unused-ignore]
-):
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        metadata = [*(details.metadata or ()), ("authorization", f"Bearer {self._token}")]
-        return continuation(_CallDetails(details, metadata), request)
-
-
 def channel(address: str, network: Network) -> grpc.aio.Channel:
-    """An aio channel to `host:port` or `dns:///name:port`; it connects on first use and again by itself."""
+    """An aio channel to `host:port` or `dns:///name:port`; it connects on first use and again by
+    itself."""
     token = read_token(network)
-    interceptors: Sequence[Any] = [] if token is None else [_AioUnary(token), _AioStream(token)]
+    interceptors: list[Any] = (
+        [] if token is None else [_AioUnaryToken(token), _AioStreamToken(token)]
+    )
     return grpc.aio.insecure_channel(
         address, options=_channel_options(network), interceptors=interceptors
     )
-
-
-class _AioUnary(
-    grpc.aio.UnaryUnaryClientInterceptor,  # type: ignore[misc,name-defined,unused-ignore]
-):
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(_call_metadata(details, self._token), request)
-
-
-class _AioStream(
-    grpc.aio.UnaryStreamClientInterceptor,  # type: ignore[misc,name-defined,unused-ignore]
-):
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(_call_metadata(details, self._token), request)
 
 
 def sync_channel(address: str, network: Network) -> grpc.Channel:
@@ -158,9 +126,58 @@ def sync_channel(address: str, network: Network) -> grpc.Channel:
     return plain if token is None else grpc.intercept_channel(plain, _SyncToken(token))
 
 
-class _RequireToken(
-    grpc.aio.ServerInterceptor,  # type: ignore[misc,name-defined,unused-ignore]
+def _authorised(metadata: Any, token: str) -> tuple[tuple[str, Any], ...]:
+    return (*(metadata or ()), ("authorization", f"Bearer {token}"))
+
+
+# Requests are one message in all our services, so only calls of that kind carry the token.
+
+
+class _AioUnaryToken(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        metadata = grpc.aio.Metadata(*_authorised(details.metadata, self._token))
+        return await continuation(details._replace(metadata=metadata), request)
+
+
+class _AioStreamToken(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        metadata = grpc.aio.Metadata(*_authorised(details.metadata, self._token))
+        return await continuation(details._replace(metadata=metadata), request)
+
+
+class _SyncToken(
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
 ):
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(_CallDetails(details, self._token), request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(_CallDetails(details, self._token), request)
+
+
+class _CallDetails(grpc.ClientCallDetails):
+    """A call's details with the token added."""
+
+    def __init__(self, details: Any, token: str) -> None:
+        self.method = details.method
+        self.timeout = details.timeout
+        self.metadata = _authorised(details.metadata, token)
+        self.credentials = details.credentials
+        self.wait_for_ready = details.wait_for_ready
+        self.compression = details.compression
+
+
+class _RequireToken(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses every call that does not carry the token."""
 
     def __init__(self, token: str) -> None:
@@ -182,8 +199,13 @@ class _RequireToken(
             )
 
         handler = await continuation(details)
-        if handler is not None and handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(refuse)
+        match handler and (handler.request_streaming, handler.response_streaming):
+            case (True, True):
+                return grpc.stream_stream_rpc_method_handler(refuse)
+            case (True, False):
+                return grpc.stream_unary_rpc_method_handler(refuse)
+            case (False, True):
+                return grpc.unary_stream_rpc_method_handler(refuse)
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 
@@ -199,7 +221,7 @@ async def abort(
     raise AssertionError("abort raises")
 
 
-class _Status(status_pb2_grpc.StatusServiceServicer):
+class _Status(status_pb2_grpc.StatusServiceServicer):  # type: ignore[misc]
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
 
@@ -226,22 +248,40 @@ class Served:
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Take no new calls, let running ones end within `grace_s`."""
-        for server in self._servers:
-            await server.stop(grace_s)
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raise PortTaken when `port` is in use (0 never is): gRPC itself would share a port with SO_REUSEPORT."""
+    """Raise PortTaken when `port` is in use (0 never is): gRPC itself would share a port with
+    SO_REUSEPORT."""
     if port == 0:
         return
-    with socket.socket() as probe:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise UserError(f"network.host: {host!r} is no address: {error.strerror}") from None
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(address)
         except OSError as error:
             raise PortTaken(
                 f"port {port} on {host} is taken ({error.strerror}); choose another"
             ) from None
+
+
+def _listen(server: Any, host: str, port: int) -> int:
+    """Have the server listen; the port that it got. Raises PortTaken."""
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        taken: int = server.add_insecure_port(f"{shown}:{port}")
+    except RuntimeError as error:
+        raise PortTaken(
+            f"cannot listen on {shown}:{port} ({error}); choose another port or network.host"
+        ) from error
+    return taken
 
 
 async def serve(
@@ -251,8 +291,8 @@ async def serve(
 ) -> Served:
     """Start the gRPC server and the health server of a service.
 
-    `register` holds (`add_XServicer_to_server`, servicer, full service name). Health follows `lifecycle.ready`.
-    Raises PortTaken.
+    `register` holds (`add_XServicer_to_server`, servicer, full service name). Health follows
+    `lifecycle.ready`. Raises PortTaken, and UserError for an unusable host or token file.
     """
     for port in (network.grpc_port, network.health_port):
         check_port_free(network.host, port)
@@ -275,12 +315,12 @@ async def serve(
         add(servicer, server)
         names.append(name)
     reflection.enable_server_reflection(names, server)
-    port = server.add_insecure_port(f"{network.host}:{network.grpc_port}")
+    port = _listen(server, network.host, network.grpc_port)
 
     health_server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    servicer = health.aio.HealthServicer()
+    servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(servicer, health_server)
-    health_port = health_server.add_insecure_port(f"{network.host}:{network.health_port}")
+    health_port = _listen(health_server, network.host, network.health_port)
 
     async def follow(ready: bool) -> None:
         state = health_pb2.HealthCheckResponse.ServingStatus

@@ -1,8 +1,8 @@
 """How a service lives: what it is doing (phase), whether it is ready, and how it ends.
 
-A service is one coroutine. SIGTERM and SIGINT set `stopping`; the coroutine then stops taking work, gives the rest back
-and returns, and the process exits 0. A user's mistake (UserError) is one line and exit status 2; anything else is a
-traceback in the log and exit status 1.
+A service is one coroutine. SIGTERM and SIGINT set `stopping`; the coroutine then stops taking
+work, gives the rest back and returns, and the process exits 0. A user's mistake (UserError) is
+one line and exit status 2; anything else is a traceback in the log and exit status 1.
 """
 
 import asyncio
@@ -11,11 +11,12 @@ import inspect
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ class Snapshot:
 
 @dataclass
 class Lifecycle:
-    """State of one process, read by status calls and probes. Use from the event loop that runs the service."""
+    """State of one process, read by status calls and probes. Use from the event loop that runs
+    the service."""
 
     service: str
     """ "generator", "scorer", "trainer" or "aggregator"."""
@@ -99,11 +101,26 @@ class Lifecycle:
         return self.stopping.is_set()
 
 
+async def cancel(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancel tasks and wait for their end.
+
+    redis-py swallows a cancellation that arrives within a command, so one cancel() is not enough.
+    """
+    running = {task for task in tasks if not task.done()}
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=0.1)
+
+
 def configure_logging() -> None:
-    """Structured lines on stderr: readable on a terminal, JSON elsewhere. HEADRACE secrets are never bound."""
+    """Structured lines on stderr: readable on a terminal, JSON elsewhere."""
     human = sys.stderr.isatty()
+    # Tracebacks are plain: structlog's pretty ones print local variables, and tokens with them.
     renderer: Any = (
-        structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if human
+        else structlog.processors.JSONRenderer()
     )
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -120,18 +137,52 @@ def configure_logging() -> None:
 
 
 def default_replica() -> str:
-    """The pod's or host's name, made fit for names in the queue."""
-    return os.environ.get("HOSTNAME") or socket.gethostname().split(".")[0]
+    """The pod's or host's name, made fit for names in metrics and in the queue."""
+    name = os.environ.get("HOSTNAME") or socket.gethostname().split(".")[0]
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-") or "0"
 
 
 def announce(path: str | None, **fields: Any) -> None:
-    """Write the ports that were taken as JSON to `path` (by a rename), for a launcher that passed port 0."""
+    """Write the ports that were taken as JSON to `path`, for a launcher that passed port 0.
+
+    A reader finds the whole text or no file: it appears by a rename. Raises UserError.
+    """
     if path is None:
         return
     target = Path(path)
-    temporary = target.with_suffix(".tmp")
-    temporary.write_text(json.dumps(fields))
-    temporary.rename(target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(fields))
+        temporary.rename(target)
+    except OSError as error:
+        raise UserError(f"--announce {path}: cannot be written: {error.strerror}") from error
+
+
+def exit_status(error: BaseException) -> int:
+    """What a process that ends by `error` returns; says to stderr or the log why.
+
+    A task group wraps the errors of its tasks: it is a user's mistake when all of them are, and
+    the run has been taken over when any of them says so.
+    """
+    causes = list(_causes(error))
+    fenced = [cause for cause in causes if isinstance(cause, Fenced)]
+    if fenced:
+        print(f"error: {fenced[0]}", file=sys.stderr)
+        return FENCED_STATUS
+    if all(isinstance(cause, UserError) for cause in causes):
+        for line in dict.fromkeys(line for cause in causes for line in str(cause).splitlines()):
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    structlog.get_logger().error("failed", exc_info=error)
+    return 1
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _causes(inner)
+    else:
+        yield error
 
 
 def run(
@@ -160,13 +211,6 @@ def run(
     assert inspect.iscoroutinefunction(main)
     try:
         asyncio.run(supervised())
-    except Fenced as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FENCED_STATUS
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Exception:
-        structlog.get_logger().error("failed", exc_info=True)
-        return 1
+    except Exception as error:
+        return exit_status(error)
     return 0

@@ -1,0 +1,1 @@
+"""The generator: turns a request into a group of rollouts with vLLM."""

@@ -1,0 +1,1 @@
+"""The launcher: the whole run on one machine, and the `headrace` command."""

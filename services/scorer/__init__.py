@@ -1,0 +1,1 @@
+"""The scorer: turns a group of rollouts into rewards, advantages and samples."""

@@ -218,17 +218,12 @@ class FetchModelFilesRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    HAVE_SHA256_FIELD_NUMBER: _builtins.int
-    have_sha256: _builtins.str
-    """The digest of the set that the caller has cached; the answer is then empty when nothing changed."""
     def __init__(
         self,
-        *,
-        have_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["have_sha256", b"have_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,181 @@
+"""Write docs/recipe.md from the models of the recipe: `python docs/generate.py [--check]`.
+
+With `--check` nothing is written: the exit status is 1 when the file is not what the models say.
+"""
+
+import difflib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from services.common import config
+
+TARGET = Path(__file__).parent / "recipe.md"
+
+HEAD = """# The recipe
+
+<!-- Written by docs/generate.py from services/common/config.py; `make docs` writes it anew. -->
+
+One TOML file describes a whole run, and every service reads the same one. A key that is not listed
+here is an error that names the nearest one that is. Later wins: the defaults below, the file, the
+environment, the command line.
+
+| where | how |
+|---|---|
+| the file | `max_steps = 80` under `[trainer]` |
+| the environment | `HEADRACE_TRAINER__MAX_STEPS=80` |
+| the command line | `--set trainer.max_steps=80`, as often as needed |
+
+`headrace check RECIPE` validates a recipe and prints it with every default filled in.
+"""
+
+COMPARISONS: dict[type, str] = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
+
+
+def type_name(annotation: Any) -> str:
+    """A type as a reader of TOML names it: `integer`, `text`, `"a" or "b"`, `list of tables`.
+
+    Example: `type_name(int | None)` is `integer`; its default tells that it may be left out.
+    """
+    plain = {str: "text", int: "integer", float: "number", bool: "true or false"}
+    if annotation in plain:
+        return plain[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
+    arguments = [a for a in get_args(annotation) if a is not type(None)]
+    origin = getattr(annotation, "__origin__", None)
+    if hasattr(annotation, "__metadata__"):
+        return type_name(origin)
+    if origin is dict:
+        return "table"
+    if origin in (tuple, list):
+        inner = type_name(arguments[0])
+        if Ellipsis in arguments:
+            return f"list of {inner}s"
+        return f"list of {len(arguments)} {inner}s"
+    if all(isinstance(argument, str | int | float) for argument in arguments):
+        # Literal[1.0, 1] is one choice to a reader.
+        written = {f'"{a}"' if isinstance(a, str) else f"{float(a):g}": None for a in arguments}
+        return " or ".join(written)
+    return " or ".join(dict.fromkeys(type_name(argument) for argument in arguments))
+
+
+def bounds(metadata: list[Any]) -> str:
+    """The limits of a number: `>= 1, <= 65535`."""
+    found = []
+    for item in metadata:
+        for kind, sign in COMPARISONS.items():
+            if isinstance(item, kind):
+                found.append(f"{sign} {getattr(item, kind.__name__.lower()):,}")
+        found += [b for b in [bounds(getattr(item, "metadata", []))] if b]
+    return ", ".join(found)
+
+
+def limits(field: FieldInfo) -> str:
+    """The limits of a field, also where it may be left out."""
+    inner = [bounds(list(getattr(a, "__metadata__", ()))) for a in get_args(field.annotation)]
+    return ", ".join(dict.fromkeys(found for found in [bounds(field.metadata), *inner] if found))
+
+
+def default(field: FieldInfo) -> str:
+    """A default as TOML, `needed` where there is none, a dash where a key is absent by default."""
+    if field.is_required():
+        return "needed"
+    return "-" if field.default is None else f"`{toml(field.default)}`"
+
+
+def toml(value: Any) -> str:
+    """A value as TOML writes it.
+
+    Example: `toml((0.9, 0.999))` is `[0.9, 0.999]`, `toml(True)` is `true`.
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, int) and abs(value) >= 100_000:
+        return f"{value:_}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, BaseModel):
+        value = {name: getattr(value, name) for name in sorted(value.model_fields_set)}
+    if isinstance(value, dict):
+        inside = ", ".join(f"{key} = {toml(item)}" for key, item in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    return str(value)
+
+
+def sections(name: str, model: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
+    """A section and the sections inside it, with the names of their tables."""
+    found = [(name, model)]
+    for key, field in model.model_fields.items():
+        inner = nested(field.annotation)
+        if inner is not None:
+            found += sections(f"{name}.{key}".lstrip("."), inner)
+    return found
+
+
+def nested(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside an annotation such as `Section | None` or `tuple[Section, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for a in get_args(annotation) if (found := nested(a)) is not None), None)
+
+
+def is_list(name: str) -> bool:
+    """Whether `[[name]]` is written, not `[name]`."""
+    model: type[BaseModel] = config.Recipe
+    origin = None
+    for part in name.split("."):
+        field = model.model_fields[part]
+        origin = getattr(field.annotation, "__origin__", None)
+        model = nested(field.annotation) or model
+    return origin is tuple
+
+
+def text(cell: str) -> str:
+    """A docstring as one line of a table."""
+    return " ".join(cell.split()).replace("|", "\\|")
+
+
+def page() -> str:
+    """The whole document."""
+    lines = [HEAD]
+    for name, model in sections("", config.Recipe):
+        heading = f"## `[[{name}]]`" if name and is_list(name) else f"## `[{name}]`"
+        lines += [heading if name else "## At the top", ""]
+        lines += [text(inspect.getdoc(model) or ""), ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key, field in model.model_fields.items():
+            inner = nested(field.annotation)
+            if inner is not None and not is_list(f"{name}.{key}".lstrip(".")):
+                continue
+            kind = ", ".join(part for part in (type_name(field.annotation), limits(field)) if part)
+            meaning = text(field.description or "")
+            lines.append(f"| `{key}` | {kind} | {default(field)} | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Write the document, or compare it; the exit status."""
+    wanted = page()
+    if "--check" not in sys.argv[1:]:
+        TARGET.write_text(wanted)
+        return 0
+    present = TARGET.read_text() if TARGET.exists() else ""
+    if present == wanted:
+        return 0
+    changes = difflib.unified_diff(present.splitlines(), wanted.splitlines(), "is", "should be")
+    print("\n".join(changes))
+    print(f"docs/{TARGET.name} is not what services/common/config.py says: run `make docs`")
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

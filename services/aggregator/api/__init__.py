@@ -1,0 +1,1 @@
+"""REST: what the aggregator answers, documented as OpenAPI under /docs."""

@@ -1,0 +1,57 @@
+"""The application: probes, the REST endpoints, and their documentation."""
+
+import asyncio
+from importlib.metadata import version
+
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
+
+from services.aggregator.api import access, docs, metrics, problems, runs
+from services.aggregator.api.backend import Backend
+
+PROBE_S = 2.0
+"""A store that has not written one row within this time is not ready."""
+
+
+def create_app(backend: Backend, *, token: str | None = None) -> FastAPI:
+    """The aggregator's HTTP side.
+
+    With a token all data needs it; /healthz, /readyz and what is the same for everyone (/docs,
+    /openapi.json) do not.
+    """
+    app = FastAPI(
+        title="Headrace aggregator",
+        version=version("headrace"),
+        description="Metrics, history and answers about runs.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    problems.install(app)
+    docs.install(app)
+    app.include_router(_probes(backend))
+    needs_token = [Depends(access.token_check(token))]
+    app.include_router(runs.router(backend), dependencies=needs_token)
+    app.include_router(metrics.router(backend), dependencies=needs_token)
+    return app
+
+
+def _probes(backend: Backend) -> APIRouter:
+    routes = APIRouter(tags=["probes"])
+
+    @routes.get("/healthz", summary="The process answers")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @routes.get("/readyz", summary="The store can be written", responses=problems.documented(503))
+    async def readyz() -> JSONResponse:
+        try:
+            await asyncio.wait_for(backend.write(backend.store.probe), PROBE_S)
+        except TimeoutError:
+            return problems.answer(503, f"the store has not written for {PROBE_S} s")
+        except SQLAlchemyError as error:
+            cause = getattr(error, "orig", None) or error
+            return problems.answer(503, f"the store cannot be written: {cause}")
+        return JSONResponse({"status": "ready"})
+
+    return routes

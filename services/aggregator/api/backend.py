@@ -1,0 +1,35 @@
+"""What the endpoints stand on: read connections, and the one thread that writes."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from sqlalchemy import Connection
+
+from services.aggregator.metric import Catalogue
+from services.aggregator.store import Store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The store, its catalogue, and its writer thread."""
+
+    store: Store
+    catalogue: Catalogue
+    writer: ThreadPoolExecutor
+    """One thread: the store has one writer."""
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A connection that sees one moment of the store; blocking, so for worker threads."""
+        with self.store.engine.begin() as connection:
+            yield connection
+
+    async def write(self, work: Callable[[], T]) -> T:
+        """Run blocking work in the writer's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.writer, work)

@@ -1,0 +1,220 @@
+"""A batch as it came from one producer, in plain values; what the wire's messages become at the
+edge.
+
+decode() checks everything that can be said without the catalogue: a delta whose numbers contradict
+each other is turned into a rejection and the others are taken; only a batch that cannot be named is
+refused as a whole.
+"""
+
+import math
+from dataclasses import dataclass
+
+from headrace.v1 import metrics_pb2 as wire
+
+from services.aggregator.histogram import Histogram
+from services.aggregator.reduce import Count, Observation, Partial, Ratio, Sum
+from services.common.config import RUN_NAME
+
+MAX_INTEGER = 2**62
+"""Steps, attempts, sequences and counts above this are nonsense, and would not fit the database's
+integers.
+"""
+
+MAX_NAME = 200
+"""Longest producer, boot id, group id or key."""
+
+SERVICES = ("generator", "scorer", "trainer", "aggregator")
+
+
+class BadBatch(ValueError):
+    """A batch that cannot be named or placed; nothing of it is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A delta that is not taken: `reason` is one word for the metric, `detail` says what to do."""
+
+    key: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One partial of one key within one step of one attempt."""
+
+    key: str
+    attempt: int
+    step: int
+    begin_s: float
+    end_s: float
+    """Producer's monotonic time of the first and the last value."""
+    partial: Partial
+    """An observation's `last_at_s` is still the producer's time here."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvent:
+    """What happened to one group."""
+
+    group_id: str
+    row_index: int
+    state: int
+    reason: str
+    step: int | None
+    worker: str
+    at_s: float
+    """Producer's monotonic time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one producer sent at once."""
+
+    run: str
+    producer: str
+    service: str
+    boot_id: str
+    sequence: int
+    now_s: float
+    """Producer's monotonic time at this send."""
+    deltas: tuple[Delta, ...]
+    events: tuple[GroupEvent, ...]
+    rejected: tuple[Rejected, ...]
+
+
+def decode(request: wire.PushDeltasRequest) -> Batch:
+    """The batch of a request. Raises BadBatch."""
+    _require(RUN_NAME.fullmatch(request.run) is not None, f"run {request.run[:80]!r} is no name")
+    _require(0 < len(request.producer) <= MAX_NAME, "producer must be a name")
+    _require(request.service in SERVICES, f"service must be one of {', '.join(SERVICES)}")
+    _require(0 < len(request.boot_id) <= MAX_NAME, "boot_id must be given")
+    _require(0 < request.sequence <= MAX_INTEGER, "sequence must count from 1")
+    _require(math.isfinite(request.now_s), "now_s must be a time in seconds")
+    deltas: list[Delta] = []
+    events: list[GroupEvent] = []
+    rejected: list[Rejected] = []
+    for delta in (_delta(message, request.now_s) for message in request.deltas):
+        if isinstance(delta, Delta):
+            deltas.append(delta)
+        else:
+            rejected.append(delta)
+    for event in (_event(message, request.now_s) for message in request.events):
+        if isinstance(event, GroupEvent):
+            events.append(event)
+        else:
+            rejected.append(event)
+    return Batch(
+        run=request.run,
+        producer=request.producer,
+        service=request.service,
+        boot_id=request.boot_id,
+        sequence=request.sequence,
+        now_s=request.now_s,
+        deltas=tuple(deltas),
+        events=tuple(events),
+        rejected=tuple(rejected),
+    )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise BadBatch(message)
+
+
+def _delta(message: wire.Delta, now_s: float) -> Delta | Rejected:
+    key = message.key
+    if not 0 < len(key) <= MAX_NAME or not key.isprintable():
+        return Rejected(key[:MAX_NAME], "bad_key", "a key is a printable text of 1 to 200")
+    if max(message.attempt, message.step) > MAX_INTEGER:
+        return Rejected(key, "bad_clock", f"attempt {message.attempt}, step {message.step}")
+    if not -math.inf < message.begin_s <= message.end_s <= now_s:
+        return Rejected(
+            key,
+            "bad_time",
+            f"begin_s {message.begin_s} <= end_s {message.end_s} <= now_s {now_s} does not hold",
+        )
+    kind = message.WhichOneof("partial")
+    partial: Partial | str
+    if kind == "count":
+        partial = _count(message.count)
+    elif kind == "observation":
+        partial = _observation(message.observation, now_s)
+    elif kind == "ratio":
+        partial = _ratio(message.ratio)
+    else:
+        partial = "the delta holds no partial"
+    if isinstance(partial, str):
+        return Rejected(key, "bad_value", partial)
+    return Delta(key, message.attempt, message.step, message.begin_s, message.end_s, partial)
+
+
+def _event(message: wire.GroupEvent, now_s: float) -> GroupEvent | Rejected:
+    state, group_id = int(message.state), message.group_id
+    if not 0 < len(group_id) <= MAX_NAME:
+        why = "a group event needs its group_id"
+    elif state == 0 or state not in wire.GroupState.values():
+        why = f"{state} is no state of a group"
+    elif max(message.row_index, message.step) > MAX_INTEGER:
+        why = f"row_index {message.row_index}, step {message.step}"
+    elif not -math.inf < message.at_s <= now_s:
+        why = f"at_s {message.at_s} is after now_s {now_s}"
+    else:
+        return GroupEvent(
+            group_id=group_id,
+            row_index=message.row_index,
+            state=state,
+            reason=message.reason[:MAX_NAME],
+            step=message.step if message.HasField("step") else None,
+            worker=message.worker[:MAX_NAME],
+            at_s=message.at_s,
+        )
+    return Rejected(f"group {group_id[:MAX_NAME]}", "bad_event", why)
+
+
+def _count(partial: wire.CountPartial) -> Count | str:
+    if not math.isfinite(partial.sum) or partial.sum < 0:
+        return f"a count's sum must be finite and not negative, not {partial.sum}"
+    return Count(Sum(partial.sum))
+
+
+def _ratio(partial: wire.RatioPartial) -> Ratio | str:
+    numerator, denominator = partial.numerator, partial.denominator
+    if not (math.isfinite(numerator) and math.isfinite(denominator)) or denominator < 0:
+        return (
+            f"a ratio needs finite numbers and no negative denominator: {numerator}/{denominator}"
+        )
+    if denominator == 0 and numerator != 0:
+        return f"numerator {numerator} without a denominator: events need their exposure"
+    return Ratio(Sum(numerator), Sum(denominator))
+
+
+def _observation(partial: wire.ObservationPartial, now_s: float) -> Observation | str:
+    histogram = Histogram(dict(partial.positive), dict(partial.negative), partial.zeros)
+    bad = (partial.num_nan, partial.num_pos_inf, partial.num_neg_inf)
+    if max(partial.n, *bad) > MAX_INTEGER:
+        return "an observation of more values than can be"
+    if histogram.n != partial.n:
+        return f"the histogram holds {histogram.n} values, n says {partial.n}"
+    if partial.n == 0:
+        if partial.sum != 0:
+            return f"a sum of {partial.sum} over no value"
+        return Observation(num_nan=bad[0], num_pos_inf=bad[1], num_neg_inf=bad[2])
+    if not all(partial.HasField(name) for name in ("min", "max", "last")):
+        return "min, max and last are needed where n > 0"
+    if not all(map(math.isfinite, (partial.sum, partial.min, partial.max, partial.last))):
+        return "sum, min, max and last must be finite; NaN and infinities are counted apart"
+    if not partial.min <= partial.last <= partial.max or not partial.last_s <= now_s:
+        return "min <= last <= max and last_s <= now_s must hold"
+    return Observation(
+        n=partial.n,
+        sum=Sum(partial.sum),
+        minimum=partial.min,
+        maximum=partial.max,
+        last=partial.last,
+        last_at_s=partial.last_s,
+        histogram=histogram,
+        num_nan=bad[0],
+        num_pos_inf=bad[1],
+        num_neg_inf=bad[2],
+    )

@@ -1,0 +1,113 @@
+"""What a declaration of the catalogue is, and how a key is matched with the one that it fits."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from services.aggregator.reduce import REDUCTIONS, Instrument, Reduction
+
+Service = Literal["generator", "scorer", "trainer", "aggregator"]
+Services = tuple[Service, ...]
+
+CUSTOM_PREFIX = "custom/"
+"""Keys that users record without a declaration."""
+
+MAX_PLACEHOLDER_VALUES = 200
+"""Different values of one placeholder (and different custom keys) in one run; what comes later is
+kept under `other`.
+"""
+
+OTHER = "other"
+"""The placeholder's value for what comes after that."""
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+PLACEHOLDER_VALUE = r"[^/\s{}]{1,100}"
+
+ALL: Services = ("generator", "scorer", "trainer", "aggregator")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """The declaration of one key, or of all keys that fit its placeholder."""
+
+    key: str
+    instrument: Instrument
+    unit: str
+    """Of a value; of a count's sum."""
+    default: Reduction
+    """The reduction where a query names none."""
+    producers: Services
+    meaning: str
+
+    @property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """What a query may ask for; the default is the first."""
+        others = tuple(r for r in REDUCTIONS[self.instrument] if r != self.default)
+        return (self.default, *others)
+
+    def unit_of(self, reduction: Reduction) -> str:
+        """The unit of a reduced value: a count of tokens has a rate in tokens/s."""
+        return f"{self.unit}/s" if reduction == "rate" else self.unit
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression for the keys that this declares; its group is the placeholder's
+        value.
+        """
+        parts = PLACEHOLDER.split(self.key)
+        literal = [re.escape(part) for part in parts[::2]]
+        return f"({PLACEHOLDER_VALUE})".join(literal)
+
+    def key_for(self, value: str) -> str:
+        """The key with the placeholder filled in: `kl/{lag}` for "0" is `kl/0`."""
+        return PLACEHOLDER.sub(lambda _: value, self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A declaration that a key fits."""
+
+    metric: Metric
+    value: str | None
+    """The placeholder's value; None for a key without one."""
+
+
+class Catalogue:
+    """Declarations, found by key. Raises ValueError when two declare the same key."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self.metrics = tuple(metrics)
+        self._exact: dict[str, Metric] = {}
+        self._patterns: list[tuple[re.Pattern[str], Metric]] = []
+        for metric in self.metrics:
+            if metric.key in self._exact:
+                raise ValueError(f"{metric.key} is declared twice")
+            self._exact[metric.key] = metric
+            if "{" in metric.key:
+                self._patterns.append((re.compile(metric.pattern), metric))
+
+    def find(self, key: str) -> Found | None:
+        """The declaration of a key, exact ones first; None for an unknown or a custom key."""
+        metric = self._exact.get(key)
+        if metric is not None and "{" not in key:
+            return Found(metric, None)
+        for pattern, declared in self._patterns:
+            fits = pattern.fullmatch(key)
+            if fits is not None:
+                return Found(declared, fits.group(1))
+        return None
+
+    def metric(self, key: str, *, instrument: Instrument) -> Metric:
+        """The declaration of a key that is in use; for a custom key, the one that its instrument
+        implies.
+
+        Raises KeyError for a key that is neither declared nor custom.
+        """
+        found = self.find(key)
+        if found is not None:
+            return found.metric
+        if not key.startswith(CUSTOM_PREFIX):
+            raise KeyError(key)
+        default = REDUCTIONS[instrument][0]
+        return Metric(key, instrument, "", default, ALL, "Recorded by the user; not declared.")

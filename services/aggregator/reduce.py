@@ -1,0 +1,195 @@
+"""Mergeable partials and the reductions that answer a query: the only place where numbers are
+reduced.
+
+Three instruments. A count is a sum of events; an observation holds n, sum, min, max, last and a
+histogram; a ratio is a sum of numerators over a sum of denominators. A window's value is
+reduce(merge of its partials): a rate is never stored as a rate, a mean never as a mean. merge() is
+commutative to the bit and associative: exactly for integers, to 1e-12 relative for sums of doubles
+(they are kept in two doubles each).
+
+No observation and no denominator reduce to None, never to 0 and never to NaN. NaN and infinities
+are in no sum; the partial counts them, so that "absent", "NaN" and "infinite" can be told apart.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.aggregator.histogram import Histogram
+
+Instrument = Literal["count", "observation", "ratio"]
+"""What a producer sends."""
+
+Reduction = Literal[
+    "sum", "rate", "mean", "min", "max", "p50", "p95", "p99", "last", "sum_last", "ratio"
+]
+"""What a query answers. `rate` is per second of the window; `sum_last` adds up each live producer's
+last.
+"""
+
+REDUCTIONS: dict[Instrument, tuple[Reduction, ...]] = {
+    "count": ("sum", "rate"),
+    "observation": ("mean", "min", "max", "p50", "p95", "p99", "last", "sum_last"),
+    "ratio": ("ratio",),
+}
+"""By instrument, what it allows."""
+
+PERCENTILES: dict[Reduction, float] = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum of doubles held as an unevaluated sum of two (Knuth's two-sum), so that order and split
+    do not show.
+    """
+
+    high: float = 0.0
+    low: float = 0.0
+
+    def __add__(self, other: "Sum") -> "Sum":
+        high = self.high + other.high
+        if not math.isfinite(high):
+            return Sum(high)
+        shift = high - self.high
+        error = (self.high - (high - shift)) + (other.high - shift)
+        low = error + (self.low + other.low)
+        total = high + low
+        return Sum(total, low - (total - high))
+
+    @property
+    def value(self) -> float:
+        """The sum, rounded once."""
+        return self.high + self.low
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A sum of events."""
+
+    sum: Sum = Sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A ratio of sums. Example: 3/12 and 3/4 merge to 6/16 = 0.375, not to (0.25 + 0.75) / 2."""
+
+    numerator: Sum = Sum()
+    denominator: Sum = Sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Values observed one by one. `minimum`, `maximum` and `last` are None exactly when n is 0."""
+
+    n: int = 0
+    sum: Sum = Sum()
+    minimum: float | None = None
+    maximum: float | None = None
+    last: float | None = None
+    last_at_s: float = -math.inf
+    """When `last` was observed, on the aggregator's clock; what makes two producers' lasts
+    comparable.
+    """
+    histogram: Histogram = field(default_factory=Histogram)
+    num_nan: int = 0
+    num_pos_inf: int = 0
+    num_neg_inf: int = 0
+
+
+Partial = Count | Observation | Ratio
+
+INSTRUMENT_OF: dict[type, Instrument] = {Count: "count", Observation: "observation", Ratio: "ratio"}
+
+
+def merge(one: Partial, other: Partial) -> Partial:
+    """The partial of both sets of values. Raises TypeError for two instruments: they are refused
+    before, never mixed.
+    """
+    if isinstance(one, Count) and isinstance(other, Count):
+        return Count(one.sum + other.sum)
+    if isinstance(one, Ratio) and isinstance(other, Ratio):
+        return Ratio(one.numerator + other.numerator, one.denominator + other.denominator)
+    if isinstance(one, Observation) and isinstance(other, Observation):
+        return _merged(one, other)
+    raise TypeError(f"cannot merge {type(one).__name__} with {type(other).__name__}")
+
+
+def _merged(one: Observation, other: Observation) -> Observation:
+    # Of two lasts at the same time the larger is kept, so that the order of merging does not
+    # matter.
+    last_at_s, last = max(
+        (one.last_at_s, one.last),
+        (other.last_at_s, other.last),
+        key=lambda each: (each[1] is not None, each[0], each[1]),
+    )
+    return Observation(
+        n=one.n + other.n,
+        sum=one.sum + other.sum,
+        minimum=min(_present(one.minimum, other.minimum), default=None),
+        maximum=max(_present(one.maximum, other.maximum), default=None),
+        last=last,
+        last_at_s=last_at_s,
+        histogram=one.histogram.merge(other.histogram),
+        num_nan=one.num_nan + other.num_nan,
+        num_pos_inf=one.num_pos_inf + other.num_pos_inf,
+        num_neg_inf=one.num_neg_inf + other.num_neg_inf,
+    )
+
+
+def merge_all(partials: Iterable[Partial]) -> Partial | None:
+    """All of them merged; None of none."""
+    merged: Partial | None = None
+    for partial in partials:
+        merged = partial if merged is None else merge(merged, partial)
+    return merged
+
+
+def reduce(partial: Partial, reduction: Reduction, *, seconds: float | None = None) -> float | None:
+    """The value of a window; None when it is absent.
+
+    `seconds` is the window's wall time, for `rate`; without it a rate is absent. `sum_last` of one
+    producer's partial is its last: adding up over producers is the query's. Raises ValueError for a
+    reduction that the instrument has not.
+    """
+    instrument = INSTRUMENT_OF[type(partial)]
+    if reduction not in REDUCTIONS[instrument]:
+        allowed = ", ".join(REDUCTIONS[instrument])
+        raise ValueError(f"{reduction} is not for {instrument}: choose one of {allowed}")
+    if isinstance(partial, Count):
+        value = _count(partial, reduction, seconds)
+    elif isinstance(partial, Ratio):
+        denominator = partial.denominator.value
+        value = partial.numerator.value / denominator if denominator != 0 else None
+    else:
+        value = _observation(partial, reduction)
+    # Only an overflowing sum can be infinite here; JSON has no word for it and neither has a chart.
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _count(partial: Count, reduction: Reduction, seconds: float | None) -> float | None:
+    if reduction == "sum":
+        return partial.sum.value
+    return partial.sum.value / seconds if seconds else None
+
+
+def _observation(partial: Observation, reduction: Reduction) -> float | None:
+    if partial.n == 0:
+        return None
+    if reduction == "mean":
+        return partial.sum.value / partial.n
+    if reduction == "min":
+        return partial.minimum
+    if reduction == "max":
+        return partial.maximum
+    if reduction in PERCENTILES:
+        value = partial.histogram.percentile(PERCENTILES[reduction])
+        assert value is not None
+        assert partial.minimum is not None
+        assert partial.maximum is not None
+        return min(max(value, partial.minimum), partial.maximum)
+    return partial.last
+
+
+def _present(*values: float | None) -> list[float]:
+    return [value for value in values if value is not None]

@@ -1,0 +1,179 @@
+"""The aggregator's wiring: MetricsService over gRPC and REST over HTTP in one event loop, one
+writer thread.
+
+waits_for: nothing; producers come and go. unblocked_by: a batch or a query, each on its own.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import grpc
+import structlog
+import uvicorn
+from fastapi import FastAPI
+from headrace.v1 import metrics_pb2 as wire
+from headrace.v1 import metrics_pb2_grpc
+from sqlalchemy.exc import SQLAlchemyError
+
+from services.aggregator.api.app import create_app
+from services.aggregator.api.backend import Backend
+from services.aggregator.batch import BadBatch, decode
+from services.aggregator.catalogue import CATALOGUE
+from services.aggregator.ingest import Ingest
+from services.aggregator.store import Store
+from services.common import grpc_kit, lifecycle
+from services.common.command import Invocation
+from services.common.config import Recipe
+
+PROBE_EVERY_S = 5.0
+"""How often readiness is checked by writing a row."""
+
+DRAIN_S = 5.0
+"""Most seconds that calls in flight get at the end."""
+
+
+class Metrics(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
+    """The wire's edge: decodes, hands to the writer thread, answers after the commit."""
+
+    def __init__(self, ingest: Ingest, backend: Backend) -> None:
+        self._ingest = ingest
+        self._backend = backend
+
+    async def PushDeltas(
+        self, request: wire.PushDeltasRequest, context: Any
+    ) -> wire.PushDeltasResponse:
+        """Take one batch; INVALID_ARGUMENT: it has no name; UNAVAILABLE: the store failed."""
+        now_s = time.time()
+        try:
+            batch = decode(request)
+        except BadBatch as error:
+            await grpc_kit.abort(context, grpc.StatusCode.INVALID_ARGUMENT, "BAD_BATCH", str(error))
+        try:
+            receipt = await self._backend.write(partial(self._ingest.take, batch, now_s=now_s))
+        except SQLAlchemyError as error:
+            cause = getattr(error, "orig", None) or error
+            structlog.get_logger().error(
+                "a batch was not committed", producer=batch.producer, cause=str(cause)
+            )
+            await grpc_kit.abort(
+                context,
+                grpc.StatusCode.UNAVAILABLE,
+                "STORE_FAILED",
+                f"the store failed and nothing of the batch was kept: {cause}; send it again",
+            )
+        return wire.PushDeltasResponse(
+            accepted=receipt.accepted,
+            duplicate=receipt.duplicate,
+            rejected=[
+                wire.Rejection(key=each.key, reason=f"{each.reason}: {each.detail}")
+                for each in receipt.rejected
+            ],
+        )
+
+
+class _Http(uvicorn.Server):
+    """uvicorn inside our own event loop: signals stay with the lifecycle."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _serving_http(
+    app: FastAPI, listening: socket.socket
+) -> AsyncIterator[asyncio.Task[None]]:
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=round(DRAIN_S),
+    )
+    server = _Http(config)
+    task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
+    try:
+        yield task
+    finally:
+        server.should_exit = True
+        await task
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises PortTaken."""
+    grpc_kit.check_port_free(host, port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
+def database_of(recipe: Recipe) -> str:
+    """The store's URL: the recipe's, or SQLite under the run's folder, which is made."""
+    if recipe.aggregator.database is not None:
+        return recipe.aggregator.database
+    recipe.run_folder.mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{recipe.run_folder / 'metrics.sqlite'}"
+
+
+async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
+    """Serve until asked to stop. Raises UserError for a taken port, a bad token or database."""
+    recipe = invocation.recipe
+    network = recipe.network
+    async with contextlib.AsyncExitStack() as stack:
+        token = grpc_kit.read_token(network)
+        listening = stack.enter_context(_listen(network.host, recipe.aggregator.http_port))
+        http_port: int = listening.getsockname()[1]
+        state.enter("opening the database")
+        store = Store.open(database_of(recipe))
+        stack.callback(store.close)
+        writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        stack.callback(writer.shutdown)
+        backend = Backend(store, CATALOGUE, writer)
+        servicer = Metrics(Ingest(store, producer=state.producer), backend)
+        served = await grpc_kit.serve(
+            network,
+            state,
+            [
+                (
+                    metrics_pb2_grpc.add_MetricsServiceServicer_to_server,
+                    servicer,
+                    "headrace.v1.MetricsService",
+                )
+            ],
+        )
+        stack.push_async_callback(served.stop, DRAIN_S)
+        http = await stack.enter_async_context(
+            _serving_http(create_app(backend, token=token), listening)
+        )
+        state.details["http_port"] = str(http_port)
+        lifecycle.announce(
+            invocation.announce,
+            grpc_port=served.port,
+            health_port=served.health_port,
+            http_port=http_port,
+            pid=os.getpid(),
+        )
+        state.enter("taking metrics")
+        await state.set_ready(True)
+        while not await state.stopped_within(PROBE_EVERY_S):
+            if http.done():
+                http.result()
+                raise RuntimeError("the HTTP server ended by itself")
+            await state.set_ready(await _writable(backend))
+        await state.set_ready(False)
+
+
+async def _writable(backend: Backend) -> bool:
+    try:
+        await backend.write(backend.store.probe)
+    except SQLAlchemyError as error:
+        cause = getattr(error, "orig", None) or error
+        structlog.get_logger().error("the store cannot be written", cause=str(cause))
+        return False
+    return True

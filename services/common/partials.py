@@ -1,0 +1,164 @@
+"""The three instruments' mergeable partials: what a producer adds up before it sends.
+
+Merging is associative and commutative: exact for integers, to 1e-12 relative for floats (sums are
+compensated), so that the order and the split of what was measured do not show.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from headrace.v1 import metrics_pb2 as wire
+
+LOG_GAMMA = math.log(1.02)
+"""Histogram buckets are powers of 1.02: a percentile is at most 1 % off."""
+
+
+@dataclass(slots=True)
+class Sum:
+    """A sum of floats and what their additions have rounded away so far (Knuth's two-sum)."""
+
+    high: float = 0.0
+    low: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Add a finite value."""
+        before = self.high
+        self.high = before + value
+        added = self.high - before
+        self.low += (before - (self.high - added)) + (value - added)
+
+    def merge(self, other: "Sum") -> None:
+        """Add the other's values."""
+        self.add(other.high)
+        self.low += other.low
+
+    @property
+    def value(self) -> float:
+        """The sum; infinite when it does not fit a double."""
+        return self.high + self.low if math.isfinite(self.high) else self.high
+
+
+@dataclass(slots=True)
+class Count:
+    """A sum of events."""
+
+    total: Sum = field(default_factory=Sum)
+
+    @property
+    def sum(self) -> float:
+        """What was counted."""
+        return self.total.value
+
+    def merge(self, other: "Count") -> None:
+        """Add the other's events."""
+        self.total.merge(other.total)
+
+    def write(self, delta: wire.Delta) -> None:
+        """Put it on the wire."""
+        delta.count.sum = self.sum
+
+
+@dataclass(slots=True)
+class Ratio:
+    """A ratio of sums."""
+
+    over: Sum = field(default_factory=Sum)
+    under: Sum = field(default_factory=Sum)
+
+    @property
+    def numerator(self) -> float:
+        """Sum of numerators."""
+        return self.over.value
+
+    @property
+    def denominator(self) -> float:
+        """Sum of denominators."""
+        return self.under.value
+
+    def merge(self, other: "Ratio") -> None:
+        """Add numerators and denominators."""
+        self.over.merge(other.over)
+        self.under.merge(other.under)
+
+    def write(self, delta: wire.Delta) -> None:
+        """Put it on the wire."""
+        delta.ratio.numerator, delta.ratio.denominator = self.numerator, self.denominator
+
+
+@dataclass(slots=True)
+class Observation:
+    """Values observed one by one: n, sum, min, max, last, and a sparse log-bucket histogram."""
+
+    n: int = 0
+    total: Sum = field(default_factory=Sum)
+    min: float = math.inf
+    max: float = -math.inf
+    last: float = 0.0
+    last_s: float = -math.inf
+    """Producer's monotonic time of `last`."""
+    positive: dict[int, int] = field(default_factory=dict)
+    negative: dict[int, int] = field(default_factory=dict)
+    """Bucket i holds absolute values in (1.02^(i-1), 1.02^i]."""
+    zeros: int = 0
+    num_nan: int = 0
+    num_pos_inf: int = 0
+    num_neg_inf: int = 0
+
+    @property
+    def sum(self) -> float:
+        """Of the finite values."""
+        return self.total.value
+
+    def add(self, value: float, now_s: float) -> None:
+        """Take one value; NaN and infinities are counted and enter no sum."""
+        if value - value != 0.0:
+            if value != value:
+                self.num_nan += 1
+            elif value > 0:
+                self.num_pos_inf += 1
+            else:
+                self.num_neg_inf += 1
+            return
+        self.n += 1
+        self.total.add(value)
+        if value < self.min:
+            self.min = value
+        if value > self.max:
+            self.max = value
+        self.last, self.last_s = value, now_s
+        if value == 0.0:
+            self.zeros += 1
+            return
+        buckets = self.positive if value > 0 else self.negative
+        index = math.ceil(math.log(abs(value)) / LOG_GAMMA)
+        buckets[index] = buckets.get(index, 0) + 1
+
+    def merge(self, other: "Observation") -> None:
+        """Take all values that the other took."""
+        self.n += other.n
+        self.total.merge(other.total)
+        self.min, self.max = min(self.min, other.min), max(self.max, other.max)
+        if other.n and other.last_s >= self.last_s:
+            self.last, self.last_s = other.last, other.last_s
+        for mine, theirs in ((self.positive, other.positive), (self.negative, other.negative)):
+            for index, number in theirs.items():
+                mine[index] = mine.get(index, 0) + number
+        self.zeros += other.zeros
+        self.num_nan += other.num_nan
+        self.num_pos_inf += other.num_pos_inf
+        self.num_neg_inf += other.num_neg_inf
+
+    def write(self, delta: wire.Delta) -> None:
+        """Put it on the wire."""
+        target = delta.observation
+        target.n, target.sum, target.zeros = self.n, self.sum, self.zeros
+        if self.n:
+            target.min, target.max = self.min, self.max
+            target.last, target.last_s = self.last, self.last_s
+        target.positive.update(self.positive)
+        target.negative.update(self.negative)
+        target.num_nan = self.num_nan
+        target.num_pos_inf, target.num_neg_inf = self.num_pos_inf, self.num_neg_inf
+
+
+Partial = Count | Ratio | Observation

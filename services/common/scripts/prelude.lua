@@ -1,0 +1,42 @@
+-- Put before every script of this folder. GROUP is the one consumer group of each stream.
+local GROUP = 'hr'
+
+-- The claim token: this consumer holds the entry, delivered exactly so often. A stream or group that is gone holds nothing.
+local function owns(stream, entry, consumer, deliveries)
+  local found = redis.pcall('XPENDING', stream, GROUP, entry, entry, 1, consumer)
+  if found.err then
+    if string.find(found.err, 'NOGROUP', 1, true) then return false end
+    error(found.err)
+  end
+  return #found == 1 and tonumber(found[1][4]) == tonumber(deliveries)
+end
+
+-- Entries that nobody holds. What a consumer holds does not count, so it cannot block the stage before.
+local function waiting(stream)
+  local pending = redis.pcall('XPENDING', stream, GROUP)
+  return redis.call('XLEN', stream) - (pending.err and 0 or tonumber(pending[1]))
+end
+
+local function remove(stream, entry)
+  redis.pcall('XACK', stream, GROUP, entry)
+  redis.call('XDEL', stream, entry)
+end
+
+-- A place in `outstanding` is "token|began|holder": who put the group where it is, the version that its generator served
+-- when it began ('' before), and who works on it now ('' nobody).
+local function split(place)
+  local token, began, holder = string.match(place or '', '^([^|]*)|([^|]*)|([^|]*)$')
+  return token or '', began or '', holder or ''
+end
+
+-- attempt, step, state, server time in ms, run's start in ms
+local function clock(key)
+  local seen = redis.call('HMGET', key, 'attempt', 'step', 'state', 'started_ms')
+  local time = redis.call('TIME')
+  local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+  return {tonumber(seen[1] or '0'), tonumber(seen[2] or '0'), seen[3] or '', now_ms, tonumber(seen[4] or '0')}
+end
+
+local function fenced(key, attempt)
+  return redis.call('HGET', key, 'attempt') ~= attempt
+end

@@ -1,0 +1,254 @@
+"""vLLM's AsyncLLM in this process: token ids in, exactly what was sampled out, weights replaced
+while requests run.
+
+With weight_backend.py the only module that imports vLLM (its names move between releases; pinned to
+0.32). A dead engine cannot be restarted in place: the process exits and is started again.
+"""
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.common.config import Generator
+from services.common.errors import UserError
+from services.generator import weight_backend
+
+EXTENSION = "services.generator.weight_backend.Extension"
+"""What vLLM imports in its workers."""
+
+BLOCK_TOKENS = 32
+"""KV-cache block on CPUs, the smallest there: conversations of a group share their prompt's blocks."""
+
+__all__ = ["Engine", "EngineDeadError", "Generated", "Span"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Output tokens [start, end) were sampled by this policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What the engine sampled for one prompt."""
+
+    token_ids: list[int]
+    """Generated tokens, the end token included where one was sampled."""
+    logprobs: "np.ndarray[Any, np.dtype[np.float32]]"
+    """Log-probability of each at sampling time, temperature included."""
+    spans: tuple[Span, ...]
+    """Versions over the generated tokens, in order, without gaps."""
+    finish_reason: str
+    """ "stop" or "length"."""
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """Where the time of a weight load went, in seconds."""
+
+    pause_s: float
+    """Engine paused, the load included."""
+    load_s: float
+    inflight: int
+    """Requests that were running, whose prefixes are recomputed."""
+
+
+class Engine:
+    """One vLLM engine. Build with `start()`; it holds dummy weights until `load()`."""
+
+    def __init__(self, llm: AsyncLLM, *, seeded: bool) -> None:
+        self._llm = llm
+        self._seeded = seeded
+        self._running = 0
+        self._load_lock = asyncio.Lock()
+
+    @classmethod
+    async def start(
+        cls,
+        folder: Path,
+        *,
+        settings: Generator,
+        dtype: str,
+        extension: str = EXTENSION,
+        enable_prefix_caching: bool = True,
+    ) -> "Engine":
+        """Start the engine's processes on a model folder (configuration only is read; weights are
+        dummies).
+
+        Raises UserError for what vLLM cannot serve as configured.
+        """
+        on_cpu = current_platform.is_cpu()
+        if settings.seeded and on_cpu:
+            raise UserError(
+                "generator.seeded: vLLM 0.32 dies on CPUs when a seeded prompt is prefilled in parts; leave it off"
+            )
+        if on_cpu and settings.kv_cache_bytes is None:
+            raise UserError(
+                "generator.kv_cache_bytes: give it on CPUs (for example 67108864), or one engine takes nearly all memory"
+            )
+        weight_backend.register()
+        arguments = AsyncEngineArgs(
+            model=str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            seed=random.SystemRandom().randrange(1 << 31),
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_inflight,
+            max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_model_len),
+            tensor_parallel_size=settings.tensor_parallel,
+            enforce_eager=settings.enforce_eager,
+            enable_prefix_caching=enable_prefix_caching,
+            block_size=BLOCK_TOKENS if on_cpu else None,
+            kv_cache_memory_bytes=settings.kv_cache_bytes,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            worker_extension_cls=extension,
+            weight_transfer_config=WeightTransferConfig(backend=weight_backend.NAME),
+        )
+        # In a thread: the start blocks for half a minute, and status calls must be answered
+        # meanwhile.
+        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
+        await llm.update_weight_version("0")
+        return cls(llm, seeded=settings.seeded)
+
+    @property
+    def running(self) -> int:
+        """Requests inside the engine."""
+        return self._running
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        seed: int | None = None,
+    ) -> Generated:
+        """Sample one completion. All sampling parameters are set here: AsyncLLM takes no defaults
+        from the model.
+
+        Cancelling the call aborts the request in the engine. Raises EngineDeadError when the engine
+        has died, and ValueError when the prompt does not fit.
+        """
+        parameters = SamplingParams(
+            n=1,
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            max_tokens=max_tokens,
+            stop_token_ids=list(stop_token_ids),
+            seed=seed if self._seeded else None,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        begin_s = time.monotonic()
+        output = (await self._run(prompt_ids, parameters)).outputs[0]
+        ids = list(output.token_ids)
+        logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
+        assert len(logprobs) == len(ids), "one log-probability a token"
+        return Generated(
+            token_ids=ids,
+            logprobs=logprobs,
+            spans=tuple(Span(int(s.version), s.start, s.end) for s in output.weight_versions),
+            finish_reason=output.finish_reason,
+            duration_s=time.monotonic() - begin_s,
+        )
+
+    async def row_logprobs(
+        self, rows: "np.ndarray[Any, Any]"
+    ) -> "np.ndarray[Any, np.dtype[np.float32]]":
+        """Log-probabilities, at temperature 1, of tokens 1.. of each row [R, L] given those
+        before: float32 [R, L - 1]."""
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        outputs = await asyncio.gather(*(self._run(row.tolist(), parameters) for row in rows))
+        return np.asarray([output.prompt_logprobs.logprobs for output in outputs], dtype=np.float32)
+
+    async def load(self, path: Path, version: int) -> LoadTimes:
+        """Replace the weights under running requests by those of `path`, then label what follows
+        `version`.
+
+        Requests are kept and all caches cleared: each goes on with its prefix recomputed under the
+        new weights, so every token's log-probability is that of one exact policy. When the load
+        fails the engine stays paused, so that a broken mixture never serves; load a whole file
+        again.
+        """
+        async with self._load_lock:
+            begin_s = time.monotonic()
+            inflight = self._running
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            loading_s = time.monotonic()
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
+            await self._llm.finish_weight_update(weight_version=str(version))
+            load_s = time.monotonic() - loading_s
+            await self._llm.resume_generation()
+            return LoadTimes(pause_s=time.monotonic() - begin_s, load_s=load_s, inflight=inflight)
+
+    async def check(self, timeout_s: float) -> None:
+        """Make sure that the engine answers: a hung core is not noticed otherwise. Raises
+        TimeoutError, EngineDeadError."""
+        await self._llm.check_health()
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        await asyncio.wait_for(self._run([0], parameters), timeout_s)
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        self._llm.shutdown()
+
+    async def _run(self, prompt_ids: Sequence[int], parameters: SamplingParams) -> Any:
+        self._running += 1
+        try:
+            stream: AsyncIterator[Any] = self._llm.generate(
+                {"prompt_token_ids": prompt_ids}, parameters, request_id=uuid.uuid4().hex
+            )
+            last = None
+            async for output in stream:
+                last = output
+            assert last is not None
+            return last
+        finally:
+            self._running -= 1

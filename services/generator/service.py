@@ -1,0 +1,319 @@
+"""The generator service: wiring of queue, engine, policy and gRPC.
+
+waits_for: requests, room in `groups`, policy versions. unblocked_by: the trainer, the scorers.
+"""
+
+import asyncio
+import os
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+from headrace.v1 import generator_pb2, generator_pb2_grpc, metrics_pb2
+from headrace.v1 import rollout_pb2 as wire
+
+from services.common import grpc_kit, queue
+from services.common.command import Invocation
+from services.common.config import Recipe
+from services.common.lifecycle import Lifecycle, announce, cancel
+from services.common.recorder import Recorder
+from services.common.streams import Entry, Stage
+from services.generator.engine import EXTENSION, Engine
+from services.generator.group import MIN_GROUP, GroupRunner, to_wire
+from services.generator.serving import Serving
+from services.generator.slots import Slots
+from services.generator.template import ChatTemplate
+from services.generator.weights import PolicyClient
+
+DRAIN_S = 10.0
+"""After SIGTERM: what finishes within this is handed off, the rest is given back."""
+
+PROBE_EVERY_S = 20.0
+"""How often the engine is asked for one token."""
+
+PROBE_DEADLINE_S = 120.0
+"""An engine that has not answered by then is hung: the process ends and is started anew."""
+
+
+class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc]
+    """One generator: takes requests, runs groups, hands them off."""
+
+    def __init__(
+        self, invocation: Invocation, lifecycle: Lifecycle, *, extension: str = EXTENSION
+    ) -> None:
+        self._recipe: Recipe = invocation.recipe
+        self._invocation, self._lifecycle, self._extension = invocation, lifecycle, extension
+        self._groups: set[asyncio.Task[None]] = set()
+        self._ready_for_calls: GroupRunner | None = None
+
+    async def Generate(
+        self, request: generator_pb2.GenerateRequest, context: Any
+    ) -> generator_pb2.GenerateResponse:
+        """Run conversations now, outside training."""
+        if self._ready_for_calls is None:
+            await grpc_kit.abort(
+                context,
+                grpc.StatusCode.UNAVAILABLE,
+                "NOT_READY",
+                f"not ready: {self._lifecycle.phase}",
+            )
+        sampling = request.sampling
+        if (
+            not request.messages
+            or not 1 <= sampling.num_generations <= 1024
+            or sampling.max_completion_tokens < 1
+        ):
+            await grpc_kit.abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "BAD_REQUEST",
+                "messages, sampling.num_generations (1 to 1024) and sampling.max_completion_tokens are needed",
+            )
+        asked = wire.RolloutRequest(
+            group_id=f"call.{uuid.uuid4().hex}", messages=request.messages, sampling=sampling
+        )
+        group = await self._ready_for_calls.run(asked)
+        return generator_pb2.GenerateResponse(
+            rollouts=[c.to_wire(f"{asked.group_id}/{i}") for i, c in group.conversations.items()]
+        )
+
+    async def run(self) -> None:
+        """Start, serve until asked to stop, drain."""
+        recipe, lifecycle = self._recipe, self._lifecycle
+        register = [
+            (
+                generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
+                self,
+                "headrace.v1.GeneratorService",
+            )
+        ]
+        served = await grpc_kit.serve(recipe.network, lifecycle, register)
+        announce(
+            self._invocation.announce,
+            grpc_port=served.port,
+            health_port=served.health_port,
+            pid=os.getpid(),
+        )
+        recorder = Recorder(
+            run=recipe.run,
+            producer=lifecycle.producer,
+            service="generator",
+            settings=recipe.recorder,
+            channel=grpc_kit.sync_channel(recipe.network.aggregator, recipe.network),
+        )
+        channel = grpc_kit.channel(recipe.network.trainer, recipe.network)
+        client = PolicyClient(channel, generator=lifecycle.producer)
+        try:
+            body = asyncio.create_task(self._body(client, recorder))
+            stop = asyncio.create_task(lifecycle.stopping.wait())
+            await asyncio.wait({body, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if body.done():
+                stop.cancel()
+            elif not lifecycle.ready and not self._groups:
+                await cancel(body)  # still starting: nothing is held
+                return
+            await body
+        finally:
+            await asyncio.to_thread(recorder.close)
+            client.close()
+            await channel.close(None)
+            await served.stop(1.0)
+
+    async def _body(self, client: PolicyClient, recorder: Recorder) -> None:
+        recipe, lifecycle = self._recipe, self._lifecycle
+        lifecycle.enter(f"waiting for the trainer at {recipe.network.trainer}")
+        folder = await client.model_files(Path(tempfile.gettempdir()) / "headrace-models")
+        template = ChatTemplate(folder)
+        watch = asyncio.create_task(client.watch())
+        lifecycle.enter("starting the engine")
+        engine = await Engine.start(
+            folder,
+            settings=recipe.generator,
+            dtype=recipe.model.dtype,
+            extension=self._extension,
+        )
+        try:
+            lifecycle.enter("compiling the first request")
+            await engine.check(600.0)
+            serving = Serving(engine, client, recorder)
+            await serving.start(lifecycle.enter)
+            slots = Slots(recipe.generator.max_inflight)
+            runner = GroupRunner(engine, template, slots, recipe, recorder)
+            await self._serve(runner, slots, serving, engine, recorder, watch)
+        finally:
+            await cancel(watch)
+            engine.shutdown()
+
+    async def _serve(
+        self,
+        runner: GroupRunner,
+        slots: Slots,
+        serving: Serving,
+        engine: Engine,
+        recorder: Recorder,
+        watch: "asyncio.Task[None]",
+    ) -> None:
+        recipe, lifecycle = self._recipe, self._lifecycle
+        settings = recipe.queue
+        connection = await queue.connect(
+            settings.url,
+            run=recipe.run,
+            claim_after_s=settings.claim_after_s,
+            waiting=lifecycle.enter,
+        )
+        stage = Stage(
+            connection,
+            name="requests",
+            consumer=f"{lifecycle.producer}-{uuid.uuid4().hex[:8]}",
+            settings=settings,
+            capacity=settings.groups_capacity,
+            recorder=recorder,
+        )
+        recorder.before_flush(_sampler(recorder, slots, serving))
+        self._ready_for_calls = runner
+        async with stage:
+            follow = asyncio.create_task(serving.follow(lambda: self._give_back(stage)))
+            probe = asyncio.create_task(_probe(engine))
+            take = asyncio.create_task(self._take(stage, runner, slots, serving, recorder))
+            stop = asyncio.create_task(lifecycle.stopping.wait())
+            try:
+                done, _ = await asyncio.wait(
+                    {follow, probe, take, watch, stop}, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done - {stop}:
+                    task.result()  # raises what ended it
+                self._ready_for_calls = None
+                await lifecycle.set_ready(False)
+                await cancel(take)
+                if self._groups:
+                    await asyncio.wait(self._groups, timeout=DRAIN_S)
+            finally:
+                await self._give_back(stage)
+                await cancel(follow, probe, take, stop)
+        await connection.close()
+
+    async def _take(
+        self, stage: Stage, runner: GroupRunner, slots: Slots, serving: Serving, recorder: Recorder
+    ) -> None:
+        """Take requests while slots are free and the served version is current enough."""
+        waiting = 0  # conversations taken that have no slot yet
+        num = self._recipe.generation.num_generations
+        while True:
+            failed = [
+                task
+                for task in self._groups
+                if task.done() and not task.cancelled() and task.exception()
+            ]
+            for task in failed:
+                task.result()
+            self._groups = {task for task in self._groups if not task.done()}
+            waiting = max(0, len(self._groups) * num - slots.busy)
+            ready = serving.may_take_work
+            await self._lifecycle.set_ready(ready)
+            self._lifecycle.details.update(
+                served_version=str(serving.version),
+                behind=str(serving.behind),
+                inflight=str(slots.busy),
+            )
+            free = slots.total - slots.busy - waiting
+            if not ready or free < 1:
+                self._lifecycle.enter("generating" if ready else "catching up with the policy")
+                slots.set_starving(False)
+                await asyncio.sleep(0.005 if ready else 0.1)
+                continue
+            self._lifecycle.enter("generating")
+            entries = await stage.take(max(1, -(-free // num)), version=serving.version)
+            slots.set_starving(not entries)
+            for entry in entries:
+                work = self._work(stage, entry, runner, serving, recorder)
+                self._groups.add(asyncio.create_task(work))
+
+    async def _work(
+        self, stage: Stage, entry: Entry, runner: GroupRunner, serving: Serving, recorder: Recorder
+    ) -> None:
+        """One entry from request to hand-off; cancelled when the claim is lost."""
+        work = asyncio.create_task(self._group(stage, entry, runner, serving, recorder))
+        lost = asyncio.create_task(entry.lost.wait())
+        try:
+            await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            await cancel(work, lost)
+
+    async def _group(
+        self, stage: Stage, entry: Entry, runner: GroupRunner, serving: Serving, recorder: Recorder
+    ) -> None:
+        try:
+            request = wire.RolloutRequest.FromString(entry.data)
+        except (
+            Exception
+        ) as error:  # protobuf raises DecodeError, whose class differs between back ends
+            await stage.refuse(entry, reason=f"request does not parse: {error}")
+            return
+        if entry.wait_s is not None and not entry.evaluation:
+            recorder.observe("rollout/request_wait_s", entry.wait_s)
+        if not entry.evaluation:
+            self._event(recorder, request, metrics_pb2.GROUP_STATE_GENERATING)
+        group = await runner.run(request)
+        runner.measure(group, evaluation=entry.evaluation)
+        if len(group.conversations) < (1 if entry.evaluation else MIN_GROUP):
+            await stage.tombstone(entry, reason="failed")
+            return
+        message = to_wire(request, group, producer=self._lifecycle.producer)
+        await serving.wait_proven(message.newest_version)
+        outcome = await stage.hand_off(
+            entry, data=message.SerializeToString(), n=len(message.rollouts)
+        )
+        if outcome == "done" and not entry.evaluation:
+            self._event(recorder, request, metrics_pb2.GROUP_STATE_GENERATED)
+
+    def _event(
+        self,
+        recorder: Recorder,
+        request: wire.RolloutRequest,
+        state: "metrics_pb2.GroupState.ValueType",
+    ) -> None:
+        recorder.event(
+            metrics_pb2.GroupEvent(
+                group_id=request.group_id, row_index=request.row_index, state=state
+            )
+        )
+
+    async def _give_back(self, stage: Stage) -> None:
+        count = await stage.give_back()
+        if count:
+            structlog.get_logger().info("given back", groups=count)
+
+
+async def _probe(engine: Engine) -> None:
+    """End the process when the engine is dead or hung: it cannot be restarted in place."""
+    while True:
+        await asyncio.sleep(PROBE_EVERY_S)
+        await engine.check(PROBE_DEADLINE_S)
+
+
+def _sampler(recorder: Recorder, slots: Slots, serving: Serving) -> Any:
+    """Record the gauges of this replica each time the recorder flushes."""
+    last_s = time.monotonic()
+
+    def sample() -> None:
+        nonlocal last_s
+        busy_s, starved_s, all_s = slots.drain()
+        recorder.ratio("rollout/slots_busy_frac", busy_s, all_s)
+        recorder.ratio("rollout/slots_starved_frac", starved_s, all_s)
+        recorder.observe("rollout/inflight", slots.busy)
+        now = time.monotonic()
+        recorder.ratio("perf/generator_paused_frac", serving.take_paused_s(), now - last_s)
+        last_s = now
+
+    return sample
+
+
+async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
+    """Run a generator until SIGTERM."""
+    await Replica(invocation, lifecycle).run()

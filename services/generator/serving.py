@@ -1,0 +1,155 @@
+"""Which policy version this replica serves: follow the trainer's announcements, load, prove,
+report.
+
+State machine: UNPROVEN (start: no version, no work) -> SERVING v -> (fetch v' while generating) ->
+LOADING v' (engine paused, requests kept) -> canary -> SERVING v'. A failed load or canary: not
+serving; everything held is given back, a whole file is fetched and loaded again; after MAX_LOADS
+failures in a row the process ends and is started anew.
+
+It owns no streams and no conversations.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+from services.common.recorder import Recorder
+from services.generator.engine import Engine, EngineDeadError, LoadTimes
+from services.generator.proof import Canary, LoadNotProven, prove
+from services.generator.weights import Announcement, FetchFailed, PolicyClient, TooOld
+
+MAX_LOADS = 3
+"""Failed loads in a row before the replica gives up."""
+
+
+class Serving:
+    """The version served now, and the loop that replaces it."""
+
+    def __init__(self, engine: Engine, client: PolicyClient, recorder: Recorder) -> None:
+        self._engine, self._client, self._recorder = engine, client, recorder
+        self._canary = Canary()
+        self._path: Path | None = None
+        self.version = 0
+        """Loaded and labelled; 0 before the first."""
+        self.proven = 0
+        """The newest version whose canary has passed: results of newer tokens wait for it."""
+        self._proven_changed = asyncio.Condition()
+        self._paused_s = 0.0
+
+    @property
+    def behind(self) -> int:
+        """Versions between the newest announced and the one served."""
+        latest = self._client.latest
+        return 0 if latest is None else latest.version - self.version
+
+    @property
+    def may_take_work(self) -> bool:
+        """True when the current version has been served once and the replica is not too far behind."""
+        latest = self._client.latest
+        return self.proven > 0 and latest is not None and self.behind <= latest.max_staleness
+
+    async def start(self, say: Callable[[str], None]) -> None:
+        """Load the first version with the load-path proof. Raises LoadNotProven when the engine
+        does not pass it."""
+        say("waiting for the first policy version")
+        target = await self._client.newer_than(0)
+        say(f"fetching policy version {target.version}")
+        path = await self._fetch(target)
+        if path is None:
+            return await self.start(say)
+        say("proving the weight load path")
+        perturbed = await asyncio.to_thread(self._client.perturbed_copy, path)
+        await self._engine.load(perturbed, 0)
+        engine_perturbed = await self._engine.row_logprobs(target.canary_rows)
+        times = await self._engine.load(path, target.version)
+        engine_true = await self._engine.row_logprobs(target.canary_rows)
+        proof = prove(
+            engine_true=engine_true,
+            engine_perturbed=engine_perturbed,
+            trainer_true=target.canary_logprobs,
+            trainer_perturbed=target.perturbed_logprobs,
+            dtype=target.dtype,
+        )
+        structlog.get_logger().info(
+            "load path proven",
+            movement=proof.movement,
+            movement_error=proof.movement_error,
+            true_error=proof.true_error,
+        )
+        gap = self._canary.gap(engine_true, target.canary_logprobs)
+        await self._serve(target, path, times, gap)
+
+    async def follow(self, on_failure: Callable[[], Awaitable[None]]) -> None:
+        """Serve each newer version, for ever. `on_failure` gives back all held work before a
+        failed load is repeated."""
+        failures = 0
+        while True:
+            target = await self._client.newer_than(self.version if self.proven else 0)
+            path = await self._fetch(target)
+            if path is None:
+                continue
+            try:
+                times = await self._engine.load(path, target.version)
+                self.version = target.version
+                self._paused_s += times.pause_s
+                engine = await self._engine.row_logprobs(target.canary_rows)
+                gap = self._canary.gap(engine, target.canary_logprobs)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                failures += 1
+                self._recorder.count("policy/canary_failed_total")
+                structlog.get_logger().error("load failed", version=target.version, exc_info=True)
+                self.proven = 0
+                await on_failure()
+                path.unlink(missing_ok=True)
+                if failures >= MAX_LOADS:
+                    raise LoadNotProven(
+                        f"{failures} loads in a row failed; the last: {error}"
+                    ) from error
+                continue
+            failures = 0
+            await self._serve(target, path, times, gap)
+
+    async def wait_proven(self, version: int) -> None:
+        """Return when the canary of `version` (or a newer one) has passed."""
+        if self.proven >= version:
+            return
+        async with self._proven_changed:
+            await self._proven_changed.wait_for(lambda: self.proven >= version)
+
+    def take_paused_s(self) -> float:
+        """Seconds paused since the last call."""
+        seconds, self._paused_s = self._paused_s, 0.0
+        return seconds
+
+    async def _fetch(self, target: Announcement) -> Path | None:
+        begin_s = time.monotonic()
+        try:
+            path = await self._client.fetch(target)
+        except TooOld as error:
+            structlog.get_logger().info("fetch abandoned", why=str(error))
+            await asyncio.sleep(0.2)
+            return None
+        except FetchFailed as error:
+            self._recorder.count("policy/fetch_failed_total")
+            structlog.get_logger().error("fetch failed", why=str(error))
+            await asyncio.sleep(1.0)
+            return None
+        self._recorder.observe("perf/weight_sync_transfer_s", time.monotonic() - begin_s)
+        return path
+
+    async def _serve(self, target: Announcement, path: Path, times: LoadTimes, gap: float) -> None:
+        self.version = target.version
+        async with self._proven_changed:
+            self.proven = target.version
+            self._proven_changed.notify_all()
+        # The previous file stays until the next version is proven: then it is of no more use.
+        self._client.keep_only(path)
+        self._recorder.observe("perf/weight_sync_pause_s", times.pause_s)
+        self._recorder.observe("policy/served_version", target.version)
+        self._recorder.observe("policy/canary_gap", gap)
+        await self._client.report(version=target.version, pause_s=times.pause_s, canary_gap=gap)

@@ -1,0 +1,274 @@
+"""The way of a policy version from the trainer into this replica: announced, fetched, checked.
+
+`PolicyClient` speaks PolicyService. A fetch goes on while the engine generates; it resumes at the
+byte where a broken connection left it, checks every piece and the whole file, and is abandoned only
+when its version is too old to serve. Files live in memory-backed storage where there is some; the
+previous file is kept until the next is proven.
+"""
+
+import asyncio
+import hashlib
+import random
+import shutil
+import tempfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import structlog
+from headrace.v1 import policy_pb2 as wire
+from headrace.v1 import policy_pb2_grpc
+from safetensors.numpy import load_file, save_file
+
+from services.common import canary
+from services.common.errors import UserError
+from services.common.grpc_kit import UNARY_DEADLINE_S
+
+MEMORY = Path("/dev/shm")
+"""Memory-backed storage on Linux."""
+
+RETRY_S = (0.2, 3.0)
+"""Shortest and longest pause before a broken stream is opened again."""
+
+MAX_FETCHES = 5
+"""Tries at one version; then it has failed."""
+
+
+class FetchFailed(RuntimeError):
+    """A version could not be fetched whole; the message says why."""
+
+
+class TooOld(RuntimeError):
+    """The version is not worth fetching any more: a newer one has been announced meanwhile, or
+    it is no longer kept."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A version as the trainer announced it."""
+
+    version: int
+    attempt: int
+    step: int
+    sha256: str
+    size_bytes: int
+    dtype: str
+    canary_rows: "np.ndarray[Any, Any]"
+    """int64 [rows, tokens]."""
+    canary_logprobs: "np.ndarray[Any, Any]"
+    """float32 [rows, tokens - 1]."""
+    perturbed_logprobs: "np.ndarray[Any, Any]"
+    """The same under the perturbed weights; empty where the trainer sent none."""
+    max_staleness: int
+
+
+def _announcement(answer: wire.WatchPolicyResponse) -> Announcement:
+    version = answer.version
+    tokens = version.canary.row_tokens
+    return Announcement(
+        version=version.version,
+        attempt=version.attempt,
+        step=version.step,
+        sha256=version.sha256,
+        size_bytes=version.size_bytes,
+        dtype=version.dtype,
+        canary_rows=np.frombuffer(version.canary.token_ids, "<u4")
+        .reshape(-1, tokens)
+        .astype(np.int64),
+        canary_logprobs=np.frombuffer(version.canary.logprobs, "<f4").reshape(-1, tokens - 1),
+        perturbed_logprobs=np.frombuffer(version.canary.perturbed_logprobs, "<f4").reshape(
+            -1, tokens - 1
+        ),
+        max_staleness=answer.max_staleness,
+    )
+
+
+class PolicyClient:
+    """This replica's view of the trainer's PolicyService, over one channel."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, generator: str) -> None:
+        self._stub = policy_pb2_grpc.PolicyServiceStub(channel)
+        self._generator = generator
+        self.latest: Announcement | None = None
+        self._changed = asyncio.Condition()
+        root = MEMORY if MEMORY.is_dir() else None
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-weights-", dir=root))
+
+    def close(self) -> None:
+        """Remove the fetched files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def model_files(self, cache: Path) -> Path:
+        """The folder with the model's configuration, tokenizer and chat template, fetched when not
+        cached.
+
+        Waits for the trainer as long as it takes. The cache is named by the set's digest.
+        """
+        cache.mkdir(parents=True, exist_ok=True)
+        request = wire.FetchModelFilesRequest()
+        pause = _Backoff()
+        while True:
+            content: dict[str, bytearray] = {}
+            digest = ""
+            try:
+                async for piece in self._stub.FetchModelFiles(request):
+                    digest = piece.set_sha256
+                    content.setdefault(Path(piece.name).name, bytearray()).extend(piece.data)
+            except grpc.aio.AioRpcError as error:
+                _raise_if_hopeless(error)
+                await pause()
+                continue
+            folder = cache / digest
+            if not folder.is_dir():
+                fresh = Path(tempfile.mkdtemp(dir=cache))
+                for name, data in content.items():
+                    (fresh / name).write_bytes(data)
+                try:
+                    fresh.rename(folder)
+                except OSError:  # another replica was faster
+                    shutil.rmtree(fresh)
+            return folder
+
+    async def watch(self) -> None:
+        """Keep `latest` current, for ever; announcements of an attempt lower than one seen are
+        ignored."""
+        pause = _Backoff()
+        while True:
+            try:
+                async for answer in self._stub.WatchPolicy(
+                    wire.WatchPolicyRequest(generator=self._generator)
+                ):
+                    pause.reset()
+                    seen = _announcement(answer)
+                    if self.latest is not None and seen.attempt < self.latest.attempt:
+                        continue
+                    async with self._changed:
+                        self.latest = seen
+                        self._changed.notify_all()
+            except grpc.aio.AioRpcError as error:
+                _raise_if_hopeless(error)
+            await pause()
+
+    async def newer_than(self, version: int) -> Announcement:
+        """Wait until a version above `version` is announced; the latest one."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self.latest is not None and self.latest.version > version
+            )
+        assert self.latest is not None
+        return self.latest
+
+    async def fetch(self, target: Announcement) -> Path:
+        """Fetch a version's file; returns its path. Raises TooOld or FetchFailed."""
+        path = self._folder / f"{target.version}-{target.sha256[:16]}.safetensors"
+        if path.exists():
+            return path
+        partial = path.with_suffix(".part")
+        pause = _Backoff()
+        why = ""
+        for _ in range(MAX_FETCHES):
+            offset = partial.stat().st_size if partial.exists() else 0
+            try:
+                await self._fetch_from(target, partial, offset)
+                digest = await asyncio.to_thread(_sha256, partial)
+                if digest == target.sha256:
+                    partial.rename(path)
+                    return path
+                why = f"digest {digest[:12]}… where {target.sha256[:12]}… was announced"
+                partial.unlink()
+            except grpc.aio.AioRpcError as error:
+                _raise_if_hopeless(error)
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    partial.unlink(missing_ok=True)
+                    raise TooOld(
+                        f"version {target.version} is no longer kept by the trainer"
+                    ) from error
+                why = f"{error.code().name}: {error.details()}"
+            except _BadPiece as error:
+                why = str(error)
+            await pause()
+        raise FetchFailed(f"version {target.version}: {why}")
+
+    async def _fetch_from(self, target: Announcement, partial: Path, offset: int) -> None:
+        request = wire.FetchWeightsRequest(
+            version=target.version, sha256=target.sha256, offset=offset
+        )
+        with partial.open("ab") as file:
+            async for piece in self._stub.FetchWeights(request):
+                if piece.offset != offset or zlib.crc32(piece.data) != piece.crc32:
+                    raise _BadPiece(f"a damaged piece at byte {offset}")
+                file.write(piece.data)
+                offset += len(piece.data)
+                behind = self.latest.version - target.version if self.latest else 0
+                if behind > target.max_staleness:
+                    raise TooOld(f"version {target.version} is {behind} behind")
+        if offset != target.size_bytes:
+            raise _BadPiece(f"{offset} bytes where {target.size_bytes} were announced")
+
+    def keep_only(self, *paths: Path) -> None:
+        """Delete fetched files other than `paths`."""
+        for path in self._folder.iterdir():
+            if path not in paths:
+                path.unlink(missing_ok=True)
+
+    async def report(self, *, version: int, pause_s: float, canary_gap: float) -> None:
+        """Tell the trainer what this replica serves; a trainer that is away learns it with the
+        next version."""
+        request = wire.ReportServingRequest(
+            generator=self._generator, version=version, pause_s=pause_s, canary_gap=canary_gap
+        )
+        try:
+            await self._stub.ReportServing(request, timeout=UNARY_DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            structlog.get_logger().warning("report not taken", why=error.code().name)
+
+    def perturbed_copy(self, path: Path) -> Path:
+        """Write the perturbed weights of the load-path proof beside `path`, in the file's own
+        dtype."""
+        target = path.with_name("perturbed.safetensors")
+        tensors = load_file(path)
+        scaled = {
+            name: (value.astype(np.float32) * canary.factors(name, value.shape)).astype(value.dtype)
+            for name, value in tensors.items()
+        }
+        save_file(scaled, target)
+        return target
+
+
+class _BadPiece(RuntimeError):
+    """A piece that is not what was sent."""
+
+
+class _Backoff:
+    """Jittered exponential pauses."""
+
+    def __init__(self) -> None:
+        self._next_s = RETRY_S[0]
+
+    def reset(self) -> None:
+        self._next_s = RETRY_S[0]
+
+    async def __call__(self) -> None:
+        await asyncio.sleep(self._next_s * random.uniform(0.5, 1.0))
+        self._next_s = min(RETRY_S[1], self._next_s * 2)
+
+
+def _raise_if_hopeless(error: grpc.aio.AioRpcError) -> None:
+    """Let errors through that no retry will mend."""
+    if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        raise UserError(
+            f"network.token_file: the trainer refuses this token ({error.details()})"
+        ) from error
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        raise UserError("network.trainer: something answers there that is no trainer") from error
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

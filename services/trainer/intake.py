@@ -1,0 +1,116 @@
+"""What comes out of the rollout queue: a scored group admitted to the open step, or dropped with
+its reason.
+
+Pure: wire bytes in, dataclasses out. Staleness is decided once for a whole group, from its oldest
+token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from headrace.v1 import rollout_pb2, sample_pb2
+
+from services.common.sequences import broken_invariant
+from services.trainer.types import TrainSample
+
+
+class Poison(ValueError):
+    """An entry that can never be trained on; the message is the reason in the dead letters."""
+
+
+class Refused(ValueError):
+    """A healthy group that this step cannot use; the message is the drop reason."""
+
+
+@dataclass(frozen=True)
+class AdmittedGroup:
+    """One scored group, ready for the planner."""
+
+    group_id: str
+    samples: tuple[TrainSample, ...]
+    zero_signal: bool
+    staleness: int
+    """Versions between the group's oldest token and the current one."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Where the trainer stands when it admits a group."""
+
+    version: int
+    step: int
+    """Optimizer steps applied."""
+    step_of: Mapping[int, int]
+    """Optimizer steps behind each published version of the surviving line."""
+    max_staleness: int
+
+
+def admit(data: bytes, *, group_id: str, policy: Policy) -> AdmittedGroup:
+    """Parse, check and admit one group. Raises Poison, or Refused with `stale` or
+    `no_trained_tokens`.
+
+    Example: at version 5 with max_staleness 4, groups whose oldest tokens are of versions 5, 4 and
+    1 are admitted (staleness 0, 1, 4) and one of version 0 is refused (5).
+    """
+    try:
+        group = sample_pb2.ScoredGroup.FromString(data)
+    except DecodeError as error:
+        raise Poison(f"not a ScoredGroup: {error}") from None
+    if group.group_id != group_id:
+        raise Poison(f"the entry is of group {group_id!r}, its bytes of {group.group_id!r}")
+    unknown = {v for v in (group.oldest_version, group.newest_version) if v not in policy.step_of}
+    if unknown:
+        raise Poison(
+            f"made with versions that were never published in this line: {sorted(unknown)}"
+        )
+    staleness = policy.version - group.oldest_version
+    if staleness < 0:
+        raise Poison(
+            f"made with version {group.oldest_version}, ahead of the current {policy.version}"
+        )
+    samples = tuple(_sample(sample, policy) for sample in group.samples)
+    if staleness > policy.max_staleness:
+        raise Refused("stale")
+    if not any(sample.num_trained for sample in samples):
+        raise Refused("no_trained_tokens")
+    return AdmittedGroup(group_id, samples, group.zero_signal, staleness)
+
+
+def _sample(sample: sample_pb2.Sample, policy: Policy) -> TrainSample:
+    broken = broken_invariant(sample.sequence)
+    if broken:
+        raise Poison(f"sample {sample.rollout_id!r}/{sample.index}: {broken}")
+    if not np.isfinite(sample.advantage):
+        raise Poison(f"sample {sample.rollout_id!r}: its advantage is {sample.advantage}")
+    sequence = sample.sequence
+    token_ids = np.frombuffer(sequence.token_ids, "<u4").astype(np.int64)
+    mask = np.frombuffer(sequence.trained_mask, np.uint8).astype(bool)
+    return TrainSample(
+        rollout_id=sample.rollout_id,
+        token_ids=token_ids,
+        trained_mask=mask,
+        logprobs=np.frombuffer(sequence.logprobs, "<f4").astype(np.float32),
+        advantage=sample.advantage,
+        lags=_lags(sequence, mask, policy),
+    )
+
+
+def _lags(
+    sequence: rollout_pb2.Sequence, mask: "np.ndarray[Any, np.dtype[np.bool_]]", policy: Policy
+) -> "np.ndarray[Any, np.dtype[np.int16]]":
+    """Optimizer steps between the weights of each token and the current ones; 0 for context."""
+    lags = np.full(mask.shape, -1, np.int16)
+    lags[~mask] = 0
+    for span in sequence.spans:
+        if span.version not in policy.step_of:
+            raise Poison(
+                f"a token of version {span.version}, which was never published in this line"
+            )
+        part = slice(span.start, span.end)
+        lags[part] = np.where(mask[part], policy.step - policy.step_of[span.version], 0)
+    if (lags < 0).any():
+        raise Poison("its version spans do not cover the trained tokens")
+    return lags

@@ -1,0 +1,136 @@
+"""Everything of the trainer that is torch: the model, its optimizer step, its weights as a file,
+its canary.
+
+All methods run on one thread of their own, never on the event loop; the service sees to that.
+"""
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from services.common import canary
+from services.common.config import Recipe
+from services.common.errors import UserError
+from services.trainer.logprobs import sequence_logprobs
+from services.trainer.packing import pack
+from services.trainer.planner import Plan, plan
+from services.trainer.policy import MODEL_FILES
+from services.trainer.step import OptimizerStep, StepResult
+from services.trainer.types import TrainSample
+
+
+class Learner:
+    """The policy being trained. Raises UserError for a model or device that cannot be used."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        torch.manual_seed(recipe.trainer.seed)
+        self._recipe = recipe
+        self.folder = Path(recipe.model.path)
+        if not (self.folder / "config.json").is_file():
+            raise UserError(
+                f"model.path: {recipe.model.path} is no model folder (it has no config.json); "
+                "`headrace tiny-model DIR` makes a small one"
+            )
+        self._device = _device(recipe.trainer.device)
+        self.dtype = recipe.model.dtype
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=getattr(torch, self.dtype), local_files_only=True
+        )
+        self._model = model.to(self._device)
+        self.vocab_size = int(model.config.vocab_size)
+        self._step = OptimizerStep(
+            self._model,
+            optimizer=recipe.optimizer,
+            loss=recipe.loss,
+            temperature=recipe.generation.temperature,
+        )
+
+    def plan(self, samples: Sequence[TrainSample]) -> Plan:
+        """Rows for a step."""
+        return plan(
+            samples,
+            token_budget=self._recipe.token_budget,
+            trained_token_budget=self._recipe.trained_token_budget,
+        )
+
+    def accumulate(self, samples: Sequence[TrainSample]) -> float:
+        """Forward and backward of one row; the seconds that packing took."""
+        begin_s = time.perf_counter()
+        row = pack(samples)
+        packing_s = time.perf_counter() - begin_s
+        self._step.accumulate(row)
+        return packing_s
+
+    def finish(self) -> StepResult:
+        """The optimizer's part of the step."""
+        return self._step.finish()
+
+    def write_weights(self, path: Path) -> int:
+        """Write the weights as published to a safetensors file; the number of tensors.
+
+        Tied tensors are written once, under the name that comes first, as checkpoints have them.
+        """
+        tensors = self._unique_tensors()
+        save_file(
+            {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()},
+            path,
+            metadata={"format": "pt"},
+        )
+        return len(tensors)
+
+    def canary_logprobs(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """What a generator with these weights must compute for the canary rows."""
+        return sequence_logprobs(self._model, rows)
+
+    @torch.no_grad()
+    def perturbed_logprobs(
+        self, path: Path, rows: "np.ndarray[Any, Any]"
+    ) -> "np.ndarray[Any, Any]":
+        """The canary under the perturbed weights of a published file; the model is as before
+        afterwards."""
+        published = load_file(path)
+        tensors = self._unique_tensors()
+        backup = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        try:
+            for name, tensor in tensors.items():
+                value = published[name]
+                factor = torch.from_numpy(canary.factors(name, tuple(value.shape)))
+                tensor.copy_((value.float() * factor).to(value.dtype))
+            return sequence_logprobs(self._model, rows)
+        finally:
+            for name, tensor in tensors.items():
+                tensor.copy_(backup[name])
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face folder: weights, configuration, tokenizer."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in MODEL_FILES:
+            if (self.folder / name).exists():
+                shutil.copyfile(self.folder / name, folder / name)
+        self.write_weights(folder / "model.safetensors")
+
+    def _unique_tensors(self) -> dict[str, torch.Tensor]:
+        seen: set[int] = set()
+        unique = {}
+        for name, tensor in self._model.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                unique[name] = tensor
+        return unique
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            'trainer.device: "cuda" is asked for and no GPU is there; set it to "cpu" or "auto"'
+        )
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)

@@ -1,0 +1,186 @@
+"""The trainer's side of the queue: attempts, dispatch, intake, settlement, the end, and the gauges.
+
+The trainer alone starts attempts, frees places, and declares a group trained or dropped. Everything
+here is fenced: once a newer attempt has started, the next call raises Fenced and this trainer
+writes nothing more.
+"""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.errors import Fenced, UserError
+from services.common.queue import BLOCK_S, EVALUATION_OF, GROUP, QueueClient
+
+CONSUMER_IDLE_MS = 3_600_000
+"""A consumer idle for so long with nothing pending belonged to a worker that is gone."""
+
+GAUGED = ("requests", "groups", "samples")
+"""Streams whose fill is measured."""
+
+
+class QueueLost(RuntimeError):
+    """An entry that the trainer held is gone from the queue: the server lost data. The
+    checkpoint is what is left."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One entry of `samples` or `evals`, held by the trainer until its group is settled."""
+
+    entry_id: str
+    group_id: str
+    data: bytes
+    reason: str
+    """Of a tombstone; empty for a result."""
+    wait_s: float | None
+    """Seconds in the stream by the server's clock; None when that clock was stepped."""
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How full one stream is."""
+
+    waiting: int
+    held: int
+    oldest_wait_s: float | None
+
+
+class RunQueue:
+    """The queue of one run, as its trainer sees it."""
+
+    def __init__(self, client: QueueClient) -> None:
+        self._client, self._keys = client, client.keys
+        self.attempt = 0
+
+    @property
+    def consumer(self) -> str:
+        """The trainer's name in the consumer groups: one per attempt."""
+        return f"trainer-{self.attempt}"
+
+    async def start(self, *, floor: int, recipe: str) -> tuple[int, dict[str, str]]:
+        """Begin an attempt, at least `floor`: its number, and the groups outstanding with their
+        places.
+
+        Raises UserError when the run is over, or was started with another recipe.
+        """
+        keys = [self._keys.clock, self._keys.samples, self._keys.outstanding]
+        attempt, state, before, places = await self._client.script("start", keys, [floor, recipe])
+        if state == "done":
+            raise UserError(
+                f"run {self._keys.run} is complete in the queue; start over with --fresh"
+            )
+        if before and before != recipe:
+            raise UserError(
+                f"run {self._keys.run} exists in the queue with another recipe (model, data, sampling, rewards, "
+                "loss or seeds differ); choose another run name, or start over with --fresh"
+            )
+        self.attempt = int(attempt)
+        return self.attempt, dict(zip(places[::2], places[1::2], strict=True))
+
+    async def dispatch(self, group_id: str, data: bytes, *, evaluation: bool = False) -> None:
+        """Put a request into the run; a repeated call changes nothing."""
+        stream = self._keys.eval_requests if evaluation else self._keys.requests
+        keys = [self._keys.clock, self._keys.outstanding, stream]
+        arguments = [self.attempt, group_id, data, "0" if evaluation else "1"]
+        self._fence(await self._client.script("dispatch", keys, arguments))
+
+    async def take(
+        self, limit: int, *, evaluation: bool = False, wait: bool = True
+    ) -> list[Delivery]:
+        """Up to `limit` scored groups, which stay this trainer's until settled.
+
+        With `wait`, about a second is waited for one.
+        """
+        key = self._keys.evals if evaluation else self._keys.samples
+        found = await self._client.call(
+            lambda: self._client.raw.xreadgroup(
+                GROUP,
+                self.consumer,
+                {key: ">"},
+                count=limit,
+                block=int(BLOCK_S * 1000) if wait else None,
+            )
+        )
+        if not found:
+            return []
+        now_s, micros = await self._client.call(self._client.raw.time)
+        now_ms = now_s * 1000 + micros // 1000
+        return [
+            Delivery(
+                entry_id=entry_id.decode(),
+                group_id=fields.get(b"id", b"").decode(errors="replace"),
+                data=fields.get(b"data", b""),
+                reason=fields.get(b"reason", b"").decode(errors="replace"),
+                wait_s=max(0.0, (now_ms - int(entry_id.split(b"-")[0])) / 1000),
+            )
+            for entry_id, fields in found[0][1]
+        ]
+
+    async def settle(self, pairs: Sequence[tuple[str, str]], *, step: int) -> None:
+        """Take groups out of the run: (entry id or '', group id) each; the clock then says `step`.
+
+        Raises Fenced, or QueueLost when an entry that was held is gone.
+        """
+        keys = [self._keys.clock, self._keys.samples, self._keys.outstanding]
+        flat = [text for pair in pairs for text in pair]
+        answer = await self._client.script(
+            "settle", keys, [self.attempt, step, uuid.uuid4().hex, *flat]
+        )
+        self._fence(answer)
+        if answer == "lost":
+            raise QueueLost(
+                "the queue server lost entries that this trainer held; was its data rolled back?"
+            )
+
+    async def discard_evaluation(self, entry_ids: Sequence[str]) -> None:
+        """Remove answered evaluations."""
+        if entry_ids:
+            await self._client.call(
+                lambda: self._client.raw.xack(self._keys.evals, GROUP, *entry_ids)
+            )
+            await self._client.call(lambda: self._client.raw.xdel(self._keys.evals, *entry_ids))
+
+    async def bury(self, delivery: Delivery, *, reason: str) -> None:
+        """Keep an entry of `samples` that breaks the contract in the dead letters; settle it
+        afterwards."""
+        fields = {
+            "id": delivery.group_id,
+            "stream": "samples",
+            "entry": delivery.entry_id,
+            "reason": reason,
+            "data": delivery.data,
+        }
+        await self._client.call(
+            lambda: self._client.raw.xadd(self._keys.dead, fields, maxlen=1000, approximate=False)
+        )
+
+    async def outstanding(self) -> dict[str, str]:
+        """All groups between dispatch and settlement, with their places."""
+        found = await self._client.call(lambda: self._client.raw.hgetall(self._keys.outstanding))
+        return {group.decode(): place.decode() for group, place in found.items()}
+
+    async def finish(self) -> None:
+        """Declare the run done and empty its streams."""
+        keys = [self._keys.clock, self._keys.outstanding, *self._keys.streams]
+        self._fence(await self._client.script("finish", keys, [self.attempt]))
+
+    async def gauge(self) -> dict[str, Fill]:
+        """How full each stream is, read in one script."""
+        keys = [getattr(self._keys, name) for name in GAUGED]
+        answer = await self._client.script("gauge", keys, [CONSUMER_IDLE_MS])
+        return {
+            name: Fill(
+                waiting=waiting, held=held, oldest_wait_s=None if age_ms < 0 else age_ms / 1000
+            )
+            for name, (waiting, held, age_ms) in zip(GAUGED, answer, strict=True)
+        }
+
+    def _fence(self, answer: str) -> None:
+        if answer == "fenced":
+            raise Fenced(
+                f"attempt {self.attempt} of run {self._keys.run} was replaced by a newer trainer; this one ends"
+            )
+
+
+assert set(GAUGED) == set(EVALUATION_OF)

@@ -1,0 +1,68 @@
+"""The trainer service: wiring of queue, policy service, torch thread and run."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from headrace.v1 import policy_pb2_grpc
+
+from services.common import grpc_kit, queue
+from services.common.command import Invocation
+from services.common.lifecycle import Lifecycle, announce
+from services.common.recorder import Recorder
+from services.trainer.policy import PolicyServicer
+from services.trainer.run_queue import RunQueue
+from services.trainer.training import Training
+
+GRPC_GRACE_S = 1.0
+"""For calls that run when the trainer ends: generators only watch then."""
+
+
+async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
+    """Run the trainer to the end of its run, or until SIGTERM.
+
+    With `trainer.exit_when_done` it returns at the end of the run; else it stays up and says
+    `complete`.
+    """
+    recipe = invocation.recipe
+    recorder = Recorder(
+        run=recipe.run,
+        producer=lifecycle.producer,
+        service="trainer",
+        settings=recipe.recorder,
+        channel=grpc_kit.sync_channel(recipe.network.aggregator, recipe.network),
+    )
+    servicer = PolicyServicer(recorder)
+    register = [
+        (policy_pb2_grpc.add_PolicyServiceServicer_to_server, servicer, "headrace.v1.PolicyService")
+    ]
+    served = await grpc_kit.serve(recipe.network, lifecycle, register)
+    announce(
+        invocation.announce,
+        grpc_port=served.port,
+        health_port=served.health_port,
+        pid=os.getpid(),
+    )
+    at_exit = ExitStack()
+    torch_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
+    try:
+        client = await queue.connect(
+            recipe.queue.url,
+            run=recipe.run,
+            claim_after_s=recipe.queue.claim_after_s,
+            waiting=lifecycle.enter,
+        )
+        client.recorder = recorder
+        training = Training(
+            recipe, lifecycle, recorder, servicer, RunQueue(client), torch_thread, at_exit
+        )
+        report = await training.run()
+        await client.close()
+        if report is not None and not recipe.trainer.exit_when_done:
+            await lifecycle.stopping.wait()
+    finally:
+        await lifecycle.set_ready(False)
+        torch_thread.shutdown(wait=True, cancel_futures=True)
+        recorder.close()
+        await served.stop(GRPC_GRACE_S)
+        at_exit.close()

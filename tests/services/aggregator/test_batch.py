@@ -1,0 +1,102 @@
+from typing import Literal
+
+import pytest
+from headrace.v1 import metrics_pb2 as wire
+
+from services.aggregator.batch import BadBatch, decode
+from tests.services.aggregator.making import INF, NAN, Producer, count, event, observed, ratio
+
+
+def reasons(request: wire.PushDeltasRequest) -> list[str]:
+    return [each.reason for each in decode(request).rejected]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run", "No Name"),
+        ("producer", ""),
+        ("service", "gateway"),
+        ("boot_id", ""),
+        ("sequence", 0),
+        ("sequence", 2**63),
+        ("now_s", NAN),
+    ],
+)
+def test_a_batch_without_a_name_is_refused_whole(field: str, value: object) -> None:
+    request = Producer("trainer-0").request()
+    setattr(request, field, value)
+    with pytest.raises(BadBatch, match=field.split("_")[0]):
+        decode(request)
+
+
+def test_one_bad_delta_does_not_take_the_others_along() -> None:
+    request = Producer("p").request([("loss", observed([1.0])), ("grad_norm", observed([2.0]))])
+    request.deltas[0].observation.n = 7
+    batch = decode(request)
+    assert [delta.key for delta in batch.deltas] == ["grad_norm"]
+    (rejected,) = batch.rejected
+    assert (rejected.key, rejected.reason) == ("loss", "bad_value")
+    assert "holds 1 values, n says 7" in rejected.detail
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -1.0])
+def test_a_count_is_a_finite_number_of_events(value: float) -> None:
+    request = Producer("p").request([("ingest/deltas", count(1))])
+    request.deltas[0].count.sum = value
+    assert reasons(request) == ["bad_value"]
+
+
+@pytest.mark.parametrize(("numerator", "denominator"), [(NAN, 1.0), (1.0, INF), (1.0, -2.0)])
+def test_a_ratio_is_of_finite_sums(numerator: float, denominator: float) -> None:
+    request = Producer("p").request([("kl", ratio(1, 1))])
+    request.deltas[0].ratio.numerator = numerator
+    request.deltas[0].ratio.denominator = denominator
+    assert reasons(request) == ["bad_value"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("sum", NAN), ("min", 9.0), ("last", 7.0), ("last_s", 1001.0)]
+)
+def test_an_observation_agrees_with_itself(field: str, value: float) -> None:
+    request = Producer("p").request([("loss", observed([1.0, 2.0]))])
+    setattr(request.deltas[0].observation, field, value)
+    assert reasons(request) == ["bad_value"]
+
+
+@pytest.mark.parametrize("field", ["min", "max", "last"])
+def test_an_observation_of_values_says_which(field: Literal["min", "max", "last"]) -> None:
+    request = Producer("p").request([("loss", observed([1.0]))])
+    request.deltas[0].observation.ClearField(field)
+    assert reasons(request) == ["bad_value"]
+
+
+def test_a_delta_without_a_partial_is_none() -> None:
+    request = Producer("p").request([("loss", observed([1.0]))])
+    request.deltas[0].ClearField("partial")
+    assert reasons(request) == ["bad_value"]
+
+
+@pytest.mark.parametrize(("begin_s", "end_s"), [(2.0, 1.0), (1.0, 1000.5), (NAN, 1.0)])
+def test_a_delta_ended_before_it_was_sent(begin_s: float, end_s: float) -> None:
+    request = Producer("p").request([("loss", observed([1.0]))])
+    request.deltas[0].begin_s, request.deltas[0].end_s = begin_s, end_s
+    assert reasons(request) == ["bad_time"]
+
+
+@pytest.mark.parametrize("key", ["", "a" * 201, "new\nline"])
+def test_a_key_is_a_short_printable_text(key: str) -> None:
+    assert reasons(Producer("p").request([(key, count(1))])) == ["bad_key"]
+
+
+def test_steps_fit_the_store() -> None:
+    assert reasons(Producer("p").request([("loss", observed([1.0]))], step=2**63)) == ["bad_clock"]
+
+
+def test_a_bad_event_does_not_take_the_others_along() -> None:
+    good, nameless = event("0.1.1.0", "trained", step=3), event("", "trained")
+    stateless = event("x", "trained")
+    stateless.state = wire.GROUP_STATE_UNSPECIFIED
+    batch = decode(Producer("p").request(events=[nameless, good, stateless]))
+    assert [(each.group_id, each.step) for each in batch.events] == [("0.1.1.0", 3)]
+    assert [each.reason for each in batch.rejected] == ["bad_event", "bad_event"]

@@ -1,0 +1,55 @@
+"""What docs/rewards.md shows is what the scorer does."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from services.common import config, workers
+from services.scorer import rewards
+from services.scorer.rewards import Conversations, Judges
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "rewards.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+
+
+async def test_the_documents_functions_run_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    first, second = blocks("python")
+    (tmp_path / "my_rewards.py").write_text(f"{first}\n{second}")
+    [recipe] = blocks("toml")
+    tree = tomllib.loads(recipe)["rewards"]
+    tree["functions"].append({"function": "my_rewards:judged"})
+    settings = config.Rewards.model_validate(tree)
+    functions = rewards.resolve(settings)
+    conversations = Conversations(
+        prompt=[{"role": "user", "content": "2 + 5 ="}],
+        completions=[
+            [{"role": "assistant", "content": text}] for text in ("It is 7", "8", "x" * 201, "")
+        ],
+        row={"answer": "7"},
+    )
+    try:
+        async with workers.Pool(1, preload=rewards.preload(settings, functions)) as pool:
+            judges = Judges(functions, pool, timeout_s=settings.timeout_s)
+            verdicts = await judges.judge(conversations)
+    finally:
+        sys.modules.pop("my_rewards", None)
+    assert {verdict.name: verdict.rewards for verdict in verdicts} == {
+        "answers_right": [1, 0, 0, 0],
+        "short": [1, 1, None, 1],
+        "judged": [1, 1, 1, 0],
+    }
+
+
+def test_the_built_ins_are_all_described() -> None:
+    described = set(re.findall(r"^\| `(\w+)` \| .*(?:scorer|equals)", DOCUMENT.read_text(), re.M))
+    assert described == {"reasoning_gym", "exact_match"}

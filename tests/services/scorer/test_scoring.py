@@ -1,0 +1,96 @@
+import time
+
+import pytest
+import structlog
+
+from services.scorer import scoring
+from services.scorer.advantages import group_advantages
+from services.scorer.rewards import Failure, Verdict
+from services.scorer.scoring import BusyClock, Complaints, Judgement
+from tests.services.scorer.measured import recorder, values
+
+
+def judged(*verdicts: Verdict, totals: list[float | None]) -> Judgement:
+    advantages = group_advantages(totals)
+    return Judgement(
+        verdicts=list(verdicts),
+        totals=totals,
+        advantages=advantages,
+        enough=advantages.num_scored >= 2,
+    )
+
+
+def test_rewards_are_recorded_without_the_abstentions() -> None:
+    measured = recorder()
+    first = Verdict(name="first", rewards=[1, None, 0, None])
+    second = Verdict(name="second", rewards=[0.5, 0.5, None, None])
+    group = judged(first, second, totals=[1.5, 0.5, 0, None])
+    scoring.record(group, measured, evaluation=False)
+    seen = values(measured)
+    assert seen["reward"] == (3, 2.0)
+    assert seen["reward_std"] == pytest.approx((1, 0.62361), abs=1e-5)
+    assert seen["rewards/first"] == (2, 1.0)
+    assert seen["rewards/second"] == (2, 1.0)
+    assert seen["reward/unscored_total"] == 1
+    assert seen["reward/zero_std_frac"] == (0, 1)
+
+
+def test_groups_without_signal_are_a_ratio_over_groups() -> None:
+    measured = recorder()
+    for totals in ([1.0, 1.0], [1.0, 0.0], [0.0, 0.0]):
+        scoring.record(judged(totals=list(totals)), measured, evaluation=False)
+    assert values(measured)["reward/zero_std_frac"] == (2, 3)
+
+
+def test_nothing_scored_is_no_value() -> None:
+    measured = recorder()
+    nobody = judged(Verdict(name="f", rewards=[None, None]), totals=[None, None])
+    scoring.record(nobody, measured, evaluation=False)
+    assert values(measured) == {"reward/unscored_total": 2}
+
+
+def test_evaluation_has_its_own_keys() -> None:
+    measured = recorder()
+    one = judged(Verdict(name="f", rewards=[1]), totals=[1])
+    scoring.record(one, measured, evaluation=True)
+    assert set(values(measured)) == {"eval/reward", "eval/rewards/f"}
+
+
+def test_failures_are_counted_each_and_logged_once() -> None:
+    measured = recorder()
+    complaints = Complaints(measured)
+    failed = Verdict(name="f", rewards=[None, None], failure=Failure("ValueError: x", "Traceback"))
+    with structlog.testing.capture_logs() as logs:
+        for number in range(5):
+            complaints.of(judged(failed, totals=[None, None]), group_id=str(number))
+    assert [(entry["function"], entry["why"], entry["group"]) for entry in logs] == [
+        ("f", "ValueError: x", "0")
+    ]
+    assert values(measured)["reward/failed_calls_total"] == 5
+
+
+def test_unusable_numbers_are_counted_and_logged_once_per_function() -> None:
+    measured = recorder()
+    complaints = Complaints(measured)
+    verdicts = [Verdict(name=name, rewards=[1, None], num_nonfinite=1) for name in ("f", "g")]
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            complaints.of(judged(*verdicts, totals=[2, None]), group_id="g")
+    assert sorted(entry["function"] for entry in logs) == ["f", "g"]
+    assert values(measured)["nonfinite_total/reward"] == 6
+
+
+def test_busy_time_is_the_union_of_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = BusyClock()
+    now = 101.0
+    with clock.busy():
+        now = 103.0
+        with clock.busy():
+            now = 104.0
+            assert clock.take() == (3.0, 4.0)
+        now = 106.0
+    now = 110.0
+    assert clock.take() == (2.0, 6.0)
+    assert clock.take() == (0.0, 0.0)
