@@ -132,6 +132,8 @@ class Evaluation(Section):
     never sees."""
     seed: int = 1_000_003
     """Of generated rows; differs from the training seed."""
+    correct_at: float = 1.0
+    """A row counts as correct in the accuracy when its reward is at least this."""
 
 
 class Generation(Section):

@@ -15,17 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import redis.asyncio
+import redis.exceptions
 import structlog
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    ConnectionError,
-    ReadOnlyError,
-    ResponseError,
-    TimeoutError,
-)
 
 from services.common.errors import UserError
 from services.common.recorder import Recorder
@@ -43,7 +36,13 @@ SOCKET_TIMEOUT_S = 15.0
 MAX_BACKOFF_S = 5.0
 """Longest pause between two attempts to reach the server."""
 
-AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
+AWAY = (
+    redis.exceptions.ConnectionError,
+    redis.exceptions.TimeoutError,
+    redis.exceptions.BusyLoadingError,
+    redis.exceptions.ReadOnlyError,
+    OSError,
+)
 """What an absent, restarting or failing-over server raises."""
 
 NEXT = {
@@ -125,11 +124,11 @@ class QueueClient:
         while True:
             try:
                 answer = await command()
-            except AuthenticationError as error:
+            except redis.exceptions.AuthenticationError as error:
                 raise UserError(
                     f"queue.url: the queue server refuses the credentials ({error})"
                 ) from None
-            except ResponseError as error:
+            except redis.exceptions.ResponseError as error:
                 if not str(error).startswith("NOGROUP") or tries > 5:
                     raise
                 await self.create_groups()
@@ -160,7 +159,7 @@ class QueueClient:
         for stream in self.keys.streams:
             try:
                 await self.raw.xgroup_create(stream, GROUP, id="0", mkstream=True)
-            except ResponseError as error:
+            except redis.exceptions.ResponseError as error:
                 if not str(error).startswith("BUSYGROUP"):
                     raise
 
@@ -217,7 +216,8 @@ async def connect(
     policy = memory.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         raise UserError(
-            f"queue server: maxmemory-policy is {policy}, which evicts entries; set it to noeviction"
+            f"queue server: maxmemory-policy is {policy}, which evicts entries; "
+            "set it to noeviction"
         )
     version = str(server.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):

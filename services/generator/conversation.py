@@ -1,4 +1,4 @@
-"""One conversation: render, generate, and what came of it as a sequence to train on. Single-turn."""
+"""One conversation: generate, and what came of it as a sequence to train on. Single-turn."""
 
 import time
 from collections.abc import Sequence
@@ -7,9 +7,8 @@ from typing import Protocol
 import numpy as np
 from headrace.v1 import rollout_pb2 as wire
 
-from services.generator.engine import Generated, Span
 from services.generator.template import ChatTemplate
-from services.generator.types import Conversation, Turn
+from services.generator.types import Conversation, Generated, Span, Turn
 from services.generator.types import Sequence as TrainSequence
 
 

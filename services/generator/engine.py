@@ -9,8 +9,8 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,49 +30,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common.config import Generator
 from services.common.errors import UserError
 from services.generator import weight_backend
+from services.generator.types import EngineDead, Generated, LoadTimes, Span
 
 EXTENSION = "services.generator.weight_backend.Extension"
 """What vLLM imports in its workers."""
 
 BLOCK_TOKENS = 32
-"""KV-cache block on CPUs, the smallest there: conversations of a group share their prompt's blocks."""
-
-__all__ = ["Engine", "EngineDeadError", "Generated", "Span"]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Output tokens [start, end) were sampled by this policy version."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What the engine sampled for one prompt."""
-
-    token_ids: list[int]
-    """Generated tokens, the end token included where one was sampled."""
-    logprobs: "np.ndarray[Any, np.dtype[np.float32]]"
-    """Log-probability of each at sampling time, temperature included."""
-    spans: tuple[Span, ...]
-    """Versions over the generated tokens, in order, without gaps."""
-    finish_reason: str
-    """ "stop" or "length"."""
-    duration_s: float
-
-
-@dataclass(frozen=True)
-class LoadTimes:
-    """Where the time of a weight load went, in seconds."""
-
-    pause_s: float
-    """Engine paused, the load included."""
-    load_s: float
-    inflight: int
-    """Requests that were running, whose prefixes are recomputed."""
+"""KV-cache block on CPUs, the smallest there: conversations of a group share their prompt's
+blocks."""
 
 
 class Engine:
@@ -102,11 +67,13 @@ class Engine:
         on_cpu = current_platform.is_cpu()
         if settings.seeded and on_cpu:
             raise UserError(
-                "generator.seeded: vLLM 0.32 dies on CPUs when a seeded prompt is prefilled in parts; leave it off"
+                "generator.seeded: leave it off on CPUs: vLLM 0.32 dies there when a seeded prompt "
+                "is prefilled in parts"
             )
         if on_cpu and settings.kv_cache_bytes is None:
             raise UserError(
-                "generator.kv_cache_bytes: give it on CPUs (for example 67108864), or one engine takes nearly all memory"
+                "generator.kv_cache_bytes: give it on CPUs (for example 67108864), or one engine "
+                "takes nearly all memory"
             )
         weight_backend.register()
         arguments = AsyncEngineArgs(
@@ -153,7 +120,7 @@ class Engine:
         """Sample one completion. All sampling parameters are set here: AsyncLLM takes no defaults
         from the model.
 
-        Cancelling the call aborts the request in the engine. Raises EngineDeadError when the engine
+        Cancelling the call aborts the request in the engine. Raises EngineDead when the engine
         has died, and ValueError when the prompt does not fit.
         """
         parameters = SamplingParams(
@@ -212,21 +179,32 @@ class Engine:
         again.
         """
         async with self._load_lock:
-            begin_s = time.monotonic()
-            inflight = self._running
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
-            loading_s = time.monotonic()
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
-            await self._llm.finish_weight_update(weight_version=str(version))
-            load_s = time.monotonic() - loading_s
-            await self._llm.resume_generation()
-            return LoadTimes(pause_s=time.monotonic() - begin_s, load_s=load_s, inflight=inflight)
+            with _death():
+                return await self._replace(path, version)
+
+    async def pause(self) -> None:
+        """Let nothing run until the next load has succeeded; requests are kept."""
+        async with self._load_lock:
+            with _death():
+                await self._llm.pause_generation(mode="keep", clear_cache=True)
+
+    async def _replace(self, path: Path, version: int) -> LoadTimes:
+        begin_s = time.monotonic()
+        inflight = self._running
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        loading_s = time.monotonic()
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
+        await self._llm.finish_weight_update(weight_version=str(version))
+        load_s = time.monotonic() - loading_s
+        await self._llm.resume_generation()
+        return LoadTimes(pause_s=time.monotonic() - begin_s, load_s=load_s, inflight=inflight)
 
     async def check(self, timeout_s: float) -> None:
         """Make sure that the engine answers: a hung core is not noticed otherwise. Raises
-        TimeoutError, EngineDeadError."""
-        await self._llm.check_health()
+        TimeoutError, EngineDead."""
+        with _death():
+            await self._llm.check_health()
         parameters = SamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -242,13 +220,23 @@ class Engine:
     async def _run(self, prompt_ids: Sequence[int], parameters: SamplingParams) -> Any:
         self._running += 1
         try:
-            stream: AsyncIterator[Any] = self._llm.generate(
-                {"prompt_token_ids": prompt_ids}, parameters, request_id=uuid.uuid4().hex
-            )
-            last = None
-            async for output in stream:
-                last = output
+            with _death():
+                stream: AsyncIterator[Any] = self._llm.generate(
+                    {"prompt_token_ids": list(prompt_ids)}, parameters, request_id=uuid.uuid4().hex
+                )
+                last = None
+                async for output in stream:
+                    last = output
             assert last is not None
             return last
         finally:
             self._running -= 1
+
+
+@contextmanager
+def _death() -> Iterator[None]:
+    """Raise EngineDead where vLLM says so in its own words."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDead("vLLM's engine has died; its own message is above in this log") from error

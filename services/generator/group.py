@@ -11,11 +11,10 @@ from headrace.v1 import rollout_pb2 as wire
 
 from services.common.config import Recipe
 from services.common.recorder import Recorder
-from services.generator.conversation import converse
-from services.generator.engine import Engine, EngineDeadError
+from services.generator.conversation import Generates, converse
 from services.generator.slots import Slots
 from services.generator.template import ChatTemplate
-from services.generator.types import Conversation, Message
+from services.generator.types import Conversation, EngineDead, Message
 
 MIN_GROUP = 2
 """Fewer finished conversations: no relative advantage, so the group is dropped as `failed`."""
@@ -43,7 +42,7 @@ class GroupRunner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generates,
         template: ChatTemplate,
         slots: Slots,
         recipe: Recipe,
@@ -51,6 +50,8 @@ class GroupRunner:
     ) -> None:
         self._engine, self._template, self._slots = engine, template, slots
         self._recipe, self._recorder = recipe, recorder
+        self.unfinished = 0
+        """Conversations that hold a slot or wait for one."""
 
     async def run(self, request: wire.RolloutRequest) -> Group:
         """All conversations of the request. One that fails shrinks the group and is counted; a
@@ -72,12 +73,18 @@ class GroupRunner:
             )
             for generation in range(sampling.num_generations)
         ]
+        self.unfinished += len(tasks)
+        for task in tasks:
+            task.add_done_callback(self._finished)
         try:
             results = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             for task in tasks:
                 task.cancel()
         return self._collect(results)
+
+    def _finished(self, _: "asyncio.Task[Conversation]") -> None:
+        self.unfinished -= 1
 
     async def _one(
         self, prompt_ids: list[int], *, temperature: float, max_tokens: int, seed: int
@@ -99,7 +106,7 @@ class GroupRunner:
             match result:
                 case Conversation():
                     conversations[generation] = result
-                case EngineDeadError() | asyncio.CancelledError():
+                case EngineDead() | asyncio.CancelledError():
                     raise result
                 case TimeoutError():
                     failed["timeout"] += 1
@@ -148,7 +155,7 @@ class GroupRunner:
 def to_wire(request: wire.RolloutRequest, group: Group, *, producer: str) -> wire.RolloutGroup:
     """The message for the `groups` stream; the oldest version over all trained tokens decides
     the group's staleness."""
-    versions = [conversation.versions for conversation in group.conversations.values()]
+    oldest = min(conversation.versions[0] for conversation in group.conversations.values())
     return wire.RolloutGroup(
         request=request,
         rollouts=[
@@ -156,10 +163,15 @@ def to_wire(request: wire.RolloutRequest, group: Group, *, producer: str) -> wir
             for generation, conversation in group.conversations.items()
         ],
         failed=group.failed,
-        oldest_version=min(oldest for oldest, _ in versions),
-        newest_version=max(newest for _, newest in versions),
+        oldest_version=oldest,
+        newest_version=newest_version(group),
         producer=producer,
     )
+
+
+def newest_version(group: Group) -> int:
+    """The newest version over all trained tokens: what has to be proven before they are used."""
+    return max(conversation.versions[1] for conversation in group.conversations.values())
 
 
 def seed_of(run: str, group_id: str, generation: int, *, turn: int) -> int:

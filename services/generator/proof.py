@@ -60,10 +60,10 @@ def prove(
     limit = PROOF_LIMIT[dtype] * proof.movement
     if not (proof.movement_error <= limit and proof.true_error <= limit):
         raise LoadNotProven(
-            "weight load not proven: the engine does not compute with the weights that were loaded (a stale tensor, "
-            f"such as a tied output head?): perturbed weights move the canary by {proof.movement:.3g}, the engine is "
-            f"off by {proof.movement_error:.3g} there and by {proof.true_error:.3g} on the true weights "
-            f"(allowed: {limit:.3g})"
+            "weight load not proven: the engine does not compute with the weights that were loaded "
+            "(a stale tensor, such as a tied output head?): perturbed weights move the canary by "
+            f"{proof.movement:.3g}, the engine is off by {proof.movement_error:.3g} there and by "
+            f"{proof.true_error:.3g} on the true weights (allowed: {limit:.3g})"
         )
     return proof
 
@@ -83,8 +83,8 @@ class Canary:
         allowed = max(CANARY_FLOOR, CANARY_GROWTH * self.first_gap)
         if not gap <= allowed:
             raise LoadNotProven(
-                f"canary failed: the engine's log-probabilities are {gap:.3g} off the trainer's on average "
-                f"(allowed: {allowed:.3g}; at the first version: {self.first_gap:.3g})"
+                f"canary failed: the engine's log-probabilities are {gap:.3g} off the trainer's on "
+                f"average (allowed: {allowed:.3g}; at the first version: {self.first_gap:.3g})"
             )
         return gap
 

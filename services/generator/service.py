@@ -8,8 +8,9 @@ import os
 import tempfile
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import structlog
@@ -22,15 +23,22 @@ from services.common.config import Recipe
 from services.common.lifecycle import Lifecycle, announce, cancel
 from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
-from services.generator.engine import EXTENSION, Engine
-from services.generator.group import MIN_GROUP, GroupRunner, to_wire
-from services.generator.serving import Serving
+from services.generator import environment
+from services.generator.conversation import Generates
+from services.generator.group import MIN_GROUP, GroupRunner, newest_version, to_wire
+from services.generator.serving import Loads, Serving
 from services.generator.slots import Slots
 from services.generator.template import ChatTemplate
 from services.generator.weights import PolicyClient
 
+if TYPE_CHECKING:
+    from services.generator.engine import Engine
+
 DRAIN_S = 10.0
 """After SIGTERM: what finishes within this is handed off, the rest is given back."""
+
+FIRST_ANSWER_S = 600.0
+"""The first request of an engine compiles; one that has not been answered by then is hung."""
 
 PROBE_EVERY_S = 20.0
 """How often the engine is asked for one token."""
@@ -39,22 +47,44 @@ PROBE_DEADLINE_S = 120.0
 """An engine that has not answered by then is hung: the process ends and is started anew."""
 
 
+class RunningEngine(Generates, Loads, Protocol):
+    """All that a replica needs of its engine; see engine.py."""
+
+    async def check(self, timeout_s: float) -> None:
+        """Return when the engine has answered; raise when it is dead or hung."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        ...
+
+
+StartEngine = Callable[[Path, Recipe], Awaitable[RunningEngine]]
+"""Starts an engine, with dummy weights, on a folder with the model's configuration."""
+
+
 class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc]
     """One generator: takes requests, runs groups, hands them off."""
 
     def __init__(
-        self, invocation: Invocation, lifecycle: Lifecycle, *, extension: str = EXTENSION
+        self, invocation: Invocation, lifecycle: Lifecycle, *, start_engine: StartEngine
     ) -> None:
         self._recipe: Recipe = invocation.recipe
-        self._invocation, self._lifecycle, self._extension = invocation, lifecycle, extension
+        self._invocation, self._lifecycle = invocation, lifecycle
+        self._start_engine = start_engine
         self._groups: set[asyncio.Task[None]] = set()
-        self._ready_for_calls: GroupRunner | None = None
+        self._starting: set[Entry] = set()
+        """Taken, and not yet begun by the runner."""
+        self._handing: set[Entry] = set()
+        """Finished, and on their way to the next stream."""
+        self._for_calls: tuple[GroupRunner, Serving] | None = None
+        """Set while Generate is answered."""
 
     async def Generate(
         self, request: generator_pb2.GenerateRequest, context: Any
     ) -> generator_pb2.GenerateResponse:
         """Run conversations now, outside training."""
-        if self._ready_for_calls is None:
+        if self._for_calls is None:
             await grpc_kit.abort(
                 context,
                 grpc.StatusCode.UNAVAILABLE,
@@ -71,12 +101,20 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
                 context,
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "BAD_REQUEST",
-                "messages, sampling.num_generations (1 to 1024) and sampling.max_completion_tokens are needed",
+                "messages, sampling.num_generations (1 to 1024) and sampling.max_completion_tokens "
+                "are needed",
             )
         asked = wire.RolloutRequest(
             group_id=f"call.{uuid.uuid4().hex}", messages=request.messages, sampling=sampling
         )
-        group = await self._ready_for_calls.run(asked)
+        runner, serving = self._for_calls
+        group = await runner.run(asked)
+        if not group.conversations:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in group.failed.items())
+            await grpc_kit.abort(
+                context, grpc.StatusCode.FAILED_PRECONDITION, "FAILED", f"none finished: {reasons}"
+            )
+        await serving.wait_proven(max(newest_version(group), 1))
         return generator_pb2.GenerateResponse(
             rollouts=[c.to_wire(f"{asked.group_id}/{i}") for i, c in group.conversations.items()]
         )
@@ -126,21 +164,22 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
     async def _body(self, client: PolicyClient, recorder: Recorder) -> None:
         recipe, lifecycle = self._recipe, self._lifecycle
         lifecycle.enter(f"waiting for the trainer at {recipe.network.trainer}")
-        folder = await client.model_files(Path(tempfile.gettempdir()) / "headrace-models")
+        folder = await client.model_files(model_cache())
         template = ChatTemplate(folder)
-        watch = asyncio.create_task(client.watch())
         lifecycle.enter("starting the engine")
-        engine = await Engine.start(
-            folder,
-            settings=recipe.generator,
-            dtype=recipe.model.dtype,
-            extension=self._extension,
-        )
+        engine = await self._start_engine(folder, recipe)
+        watch = asyncio.create_task(client.watch())
         try:
             lifecycle.enter("compiling the first request")
-            await engine.check(600.0)
+            await engine.check(FIRST_ANSWER_S)
             serving = Serving(engine, client, recorder)
-            await serving.start(lifecycle.enter)
+            begin = asyncio.create_task(serving.start(lifecycle.enter))
+            try:
+                # A watch that ends has failed: no version would ever come.
+                await asyncio.wait({begin, watch}, return_when=asyncio.FIRST_COMPLETED)
+                (begin if begin.done() else watch).result()
+            finally:
+                await cancel(begin)
             slots = Slots(recipe.generator.max_inflight)
             runner = GroupRunner(engine, template, slots, recipe, recorder)
             await self._serve(runner, slots, serving, engine, recorder, watch)
@@ -153,7 +192,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
         runner: GroupRunner,
         slots: Slots,
         serving: Serving,
-        engine: Engine,
+        engine: RunningEngine,
         recorder: Recorder,
         watch: "asyncio.Task[None]",
     ) -> None:
@@ -174,7 +213,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             recorder=recorder,
         )
         recorder.before_flush(_sampler(recorder, slots, serving))
-        self._ready_for_calls = runner
+        self._for_calls = runner, serving
         async with stage:
             follow = asyncio.create_task(serving.follow(lambda: self._give_back(stage)))
             probe = asyncio.create_task(_probe(engine))
@@ -186,21 +225,25 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
                 )
                 for task in done - {stop}:
                     task.result()  # raises what ended it
-                self._ready_for_calls = None
+                self._for_calls = None
                 await lifecycle.set_ready(False)
                 await cancel(take)
                 if self._groups:
                     await asyncio.wait(self._groups, timeout=DRAIN_S)
             finally:
                 await self._give_back(stage)
-                await cancel(follow, probe, take, stop)
-        await connection.close()
+                await cancel(follow, probe, take, stop, *self._groups)
+                await connection.close()
 
     async def _take(
         self, stage: Stage, runner: GroupRunner, slots: Slots, serving: Serving, recorder: Recorder
     ) -> None:
-        """Take requests while slots are free and the served version is current enough."""
-        waiting = 0  # conversations taken that have no slot yet
+        """Take requests while slots are free and the served version is current enough.
+
+        A slot counts as free when no conversation holds or awaits it, so that a group's last
+        conversation does not keep the slots of the others idle. While the next stream is full, no
+        more finished groups pile up here than fill the slots once.
+        """
         num = self._recipe.generation.num_generations
         while True:
             failed = [
@@ -211,7 +254,6 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             for task in failed:
                 task.result()
             self._groups = {task for task in self._groups if not task.done()}
-            waiting = max(0, len(self._groups) * num - slots.busy)
             ready = serving.may_take_work
             await self._lifecycle.set_ready(ready)
             self._lifecycle.details.update(
@@ -219,7 +261,9 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
                 behind=str(serving.behind),
                 inflight=str(slots.busy),
             )
-            free = slots.total - slots.busy - waiting
+            free = slots.total - runner.unfinished - len(self._starting) * num
+            if len(self._handing) * num >= slots.total:
+                free = 0
             if not ready or free < 1:
                 self._lifecycle.enter("generating" if ready else "catching up with the policy")
                 slots.set_starving(False)
@@ -229,6 +273,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             entries = await stage.take(max(1, -(-free // num)), version=serving.version)
             slots.set_starving(not entries)
             for entry in entries:
+                self._starting.add(entry)
                 work = self._work(stage, entry, runner, serving, recorder)
                 self._groups.add(asyncio.create_task(work))
 
@@ -243,7 +288,9 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             if work.done():
                 work.result()
         finally:
+            self._starting.discard(entry)
             await cancel(work, lost)
+            self._handing.discard(entry)
 
     async def _group(
         self, stage: Stage, entry: Entry, runner: GroupRunner, serving: Serving, recorder: Recorder
@@ -259,7 +306,9 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             recorder.observe("rollout/request_wait_s", entry.wait_s)
         if not entry.evaluation:
             self._event(recorder, request, metrics_pb2.GROUP_STATE_GENERATING)
+        self._starting.discard(entry)  # in the same moment the runner counts its conversations
         group = await runner.run(request)
+        self._handing.add(entry)
         runner.measure(group, evaluation=entry.evaluation)
         if len(group.conversations) < (1 if entry.evaluation else MIN_GROUP):
             await stage.tombstone(entry, reason="failed")
@@ -290,7 +339,12 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             structlog.get_logger().info("given back", groups=count)
 
 
-async def _probe(engine: Engine) -> None:
+def model_cache() -> Path:
+    """Where replicas of this user keep model files; any of them may be removed at any time."""
+    return Path(tempfile.gettempdir()) / f"headrace-models-{os.getuid()}"
+
+
+async def _probe(engine: RunningEngine) -> None:
     """End the process when the engine is dead or hung: it cannot be restarted in place."""
     while True:
         await asyncio.sleep(PROBE_EVERY_S)
@@ -314,6 +368,21 @@ def _sampler(recorder: Recorder, slots: Slots, serving: Serving) -> Any:
     return sample
 
 
+def _import_engine() -> "type[Engine]":
+    # Here, since it imports vLLM: that takes seconds, and reads the environment.
+    from services.generator.engine import Engine
+
+    return Engine
+
+
 async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     """Run a generator until SIGTERM."""
-    await Replica(invocation, lifecycle).run()
+    environment.prepare()
+    # Meanwhile the trainer is waited for, and status calls are answered.
+    importing = asyncio.create_task(asyncio.to_thread(_import_engine))
+
+    async def start(folder: Path, recipe: Recipe) -> RunningEngine:
+        engine = await importing
+        return await engine.start(folder, settings=recipe.generator, dtype=recipe.model.dtype)
+
+    await Replica(invocation, lifecycle, start_engine=start).run()

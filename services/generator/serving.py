@@ -13,25 +13,45 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import structlog
 
 from services.common.recorder import Recorder
-from services.generator.engine import Engine, EngineDeadError, LoadTimes
+from services.generator.perturbation import perturbed_copy
 from services.generator.proof import Canary, LoadNotProven, prove
+from services.generator.types import EngineDead, LoadTimes
 from services.generator.weights import Announcement, FetchFailed, PolicyClient, TooOld
 
 MAX_LOADS = 3
 """Failed loads in a row before the replica gives up."""
 
 
+class Loads(Protocol):
+    """The part of the engine that serving needs; see engine.py."""
+
+    async def load(self, path: Path, version: int) -> LoadTimes:
+        """Replace the weights under running requests; paused when it raises."""
+        ...
+
+    async def pause(self) -> None:
+        """Let nothing run until the next load has succeeded."""
+        ...
+
+    async def row_logprobs(
+        self, rows: "np.ndarray[Any, Any]"
+    ) -> "np.ndarray[Any, np.dtype[np.float32]]":
+        """Log-probabilities of the canary's rows."""
+        ...
+
+
 class Serving:
     """The version served now, and the loop that replaces it."""
 
-    def __init__(self, engine: Engine, client: PolicyClient, recorder: Recorder) -> None:
+    def __init__(self, engine: Loads, client: PolicyClient, recorder: Recorder) -> None:
         self._engine, self._client, self._recorder = engine, client, recorder
         self._canary = Canary()
-        self._path: Path | None = None
         self.version = 0
         """Loaded and labelled; 0 before the first."""
         self.proven = 0
@@ -47,7 +67,7 @@ class Serving:
 
     @property
     def may_take_work(self) -> bool:
-        """True when the current version has been served once and the replica is not too far behind."""
+        """True when a version has been proven here and the replica is not too far behind."""
         latest = self._client.latest
         return self.proven > 0 and latest is not None and self.behind <= latest.max_staleness
 
@@ -55,13 +75,13 @@ class Serving:
         """Load the first version with the load-path proof. Raises LoadNotProven when the engine
         does not pass it."""
         say("waiting for the first policy version")
-        target = await self._client.newer_than(0)
-        say(f"fetching policy version {target.version}")
-        path = await self._fetch(target)
-        if path is None:
-            return await self.start(say)
+        path = None
+        while path is None:
+            target = await self._client.provable()
+            say(f"fetching policy version {target.version}")
+            path = await self._fetch(target)
         say("proving the weight load path")
-        perturbed = await asyncio.to_thread(self._client.perturbed_copy, path)
+        perturbed = await asyncio.to_thread(perturbed_copy, path)
         await self._engine.load(perturbed, 0)
         engine_perturbed = await self._engine.row_logprobs(target.canary_rows)
         times = await self._engine.load(path, target.version)
@@ -97,13 +117,16 @@ class Serving:
                 self._paused_s += times.pause_s
                 engine = await self._engine.row_logprobs(target.canary_rows)
                 gap = self._canary.gap(engine, target.canary_logprobs)
-            except EngineDeadError:
+            except EngineDead:
                 raise
             except Exception as error:
                 failures += 1
                 self._recorder.count("policy/canary_failed_total")
                 structlog.get_logger().error("load failed", version=target.version, exc_info=True)
                 self.proven = 0
+                # Where only the canary failed the engine runs: what it samples would bear the label
+                # of a version that a later load proves.
+                await self._engine.pause()
                 await on_failure()
                 path.unlink(missing_ok=True)
                 if failures >= MAX_LOADS:

@@ -1,4 +1,7 @@
-"""What a conversation is inside the generator, and its form on the wire."""
+"""What the engine gives, what a conversation is inside the generator, and its form on the wire.
+
+Imports no vLLM, so that all but engine.py and service.py can be used and tested without it.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,10 +9,48 @@ from typing import Any
 import numpy as np
 from headrace.v1 import rollout_pb2 as wire
 
-from services.generator.engine import Span
-
 Message = dict[str, str]
 """{"role": ..., "content": ...}."""
+
+
+class EngineDead(RuntimeError):
+    """The engine's processes have ended. It cannot be restarted in place: the process exits and is
+    started anew."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, end) were sampled by this policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What the engine sampled for one prompt."""
+
+    token_ids: list[int]
+    """Generated tokens, the end token included where one was sampled."""
+    logprobs: "np.ndarray[Any, np.dtype[np.float32]]"
+    """Log-probability of each at sampling time, temperature included."""
+    spans: tuple[Span, ...]
+    """Versions over the generated tokens, in order, without gaps."""
+    finish_reason: str
+    """\"stop\" or \"length\"."""
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """Where the time of a weight load went, in seconds."""
+
+    pause_s: float
+    """Engine paused, the load included."""
+    load_s: float
+    inflight: int
+    """Requests that were running, whose prefixes are recomputed."""
 
 
 @dataclass(frozen=True)

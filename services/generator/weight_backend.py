@@ -43,7 +43,7 @@ class FileUpdate(WeightTransferUpdateInfo):  # type: ignore[misc,unused-ignore]
 
 
 class FileBackend(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[misc,unused-ignore]
-    """Loads all parameters from a file, or raises and leaves the caller to load a whole file again."""
+    """Loads all parameters from a file, or raises; the caller then loads a whole file again."""
 
     init_info_cls = FileInit
     update_info_cls = FileUpdate
@@ -72,9 +72,8 @@ class FileBackend(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[m
         with safe_open(update_info.path, framework="pt") as file:
             names = list(file.keys())
             loaded = self.model.load_weights((name, file.get_tensor(name)) for name in names)
-        if (
-            loaded is not None
-        ):  # a few models do not say; for them the proof and the canary stand alone
+        # A few models do not say; for them the proof and the canary stand alone.
+        if loaded is not None:
             missing = sorted(self._expected - set(loaded))
             if missing:
                 raise ValueError(

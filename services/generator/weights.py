@@ -12,6 +12,7 @@ import random
 import shutil
 import tempfile
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,7 @@ import numpy as np
 import structlog
 from headrace.v1 import policy_pb2 as wire
 from headrace.v1 import policy_pb2_grpc
-from safetensors.numpy import load_file, save_file
 
-from services.common import canary
 from services.common.errors import UserError
 from services.common.grpc_kit import UNARY_DEADLINE_S
 
@@ -93,6 +92,7 @@ class PolicyClient:
         self._stub = policy_pb2_grpc.PolicyServiceStub(channel)
         self._generator = generator
         self.latest: Announcement | None = None
+        self._served: wire.ReportServingRequest | None = None
         self._changed = asyncio.Condition()
         root = MEMORY if MEMORY.is_dir() else None
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-weights-", dir=root))
@@ -107,59 +107,73 @@ class PolicyClient:
 
         Waits for the trainer as long as it takes. The cache is named by the set's digest.
         """
-        cache.mkdir(parents=True, exist_ok=True)
-        request = wire.FetchModelFilesRequest()
-        pause = _Backoff()
-        while True:
-            content: dict[str, bytearray] = {}
-            digest = ""
-            try:
-                async for piece in self._stub.FetchModelFiles(request):
-                    digest = piece.set_sha256
-                    content.setdefault(Path(piece.name).name, bytearray()).extend(piece.data)
-            except grpc.aio.AioRpcError as error:
-                _raise_if_hopeless(error)
-                await pause()
-                continue
-            folder = cache / digest
-            if not folder.is_dir():
-                fresh = Path(tempfile.mkdtemp(dir=cache))
-                for name, data in content.items():
-                    (fresh / name).write_bytes(data)
-                try:
-                    fresh.rename(folder)
-                except OSError:  # another replica was faster
-                    shutil.rmtree(fresh)
-            return folder
-
-    async def watch(self) -> None:
-        """Keep `latest` current, for ever; announcements of an attempt lower than one seen are
-        ignored."""
         pause = _Backoff()
         while True:
             try:
-                async for answer in self._stub.WatchPolicy(
-                    wire.WatchPolicyRequest(generator=self._generator)
-                ):
-                    pause.reset()
-                    seen = _announcement(answer)
-                    if self.latest is not None and seen.attempt < self.latest.attempt:
-                        continue
-                    async with self._changed:
-                        self.latest = seen
-                        self._changed.notify_all()
+                return await self._model_files(cache)
             except grpc.aio.AioRpcError as error:
                 _raise_if_hopeless(error)
             await pause()
 
+    async def _model_files(self, cache: Path) -> Path:
+        content: dict[str, bytearray] = {}
+        folder: Path | None = None
+        call = self._stub.FetchModelFiles(wire.FetchModelFilesRequest())
+        try:
+            async for piece in call:
+                if folder is None:
+                    folder = cache / piece.set_sha256
+                    if await asyncio.to_thread(folder.is_dir):
+                        return folder
+                content.setdefault(Path(piece.name).name, bytearray()).extend(piece.data)
+        finally:
+            call.cancel()
+        assert folder is not None, "a model has files"
+        await asyncio.to_thread(_write_folder, folder, content)
+        return folder
+
+    async def watch(self) -> None:
+        """Keep `latest` current, for ever; announcements of an attempt lower than one seen are
+        ignored.
+
+        A trainer knows nothing of a replica whose stream is new: what is served is said again.
+        """
+        pause = _Backoff()
+        request = wire.WatchPolicyRequest(generator=self._generator)
+        while True:
+            known = False
+            try:
+                async for answer in self._stub.WatchPolicy(request):
+                    pause.reset()
+                    await self._see(_announcement(answer))
+                    if not known:
+                        known = True
+                        await self._report_again()
+            except grpc.aio.AioRpcError as error:
+                _raise_if_hopeless(error)
+            await pause()
+
+    async def _see(self, announced: Announcement) -> None:
+        if self.latest is not None and announced.attempt < self.latest.attempt:
+            return
+        async with self._changed:
+            self.latest = announced
+            self._changed.notify_all()
+
     async def newer_than(self, version: int) -> Announcement:
         """Wait until a version above `version` is announced; the latest one."""
+        return await self._latest_that(lambda latest: latest.version > version)
+
+    async def provable(self) -> Announcement:
+        """Wait until the latest announcement has the values of the load-path proof. The trainer
+        computes them when a replica joins, and then announces the version again."""
+        return await self._latest_that(lambda latest: latest.perturbed_logprobs.size > 0)
+
+    async def _latest_that(self, suits: Callable[[Announcement], bool]) -> Announcement:
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: self.latest is not None and self.latest.version > version
-            )
-        assert self.latest is not None
-        return self.latest
+            await self._changed.wait_for(lambda: self.latest is not None and suits(self.latest))
+            assert self.latest is not None
+            return self.latest
 
     async def fetch(self, target: Announcement) -> Path:
         """Fetch a version's file; returns its path. Raises TooOld or FetchFailed."""
@@ -196,15 +210,19 @@ class PolicyClient:
         request = wire.FetchWeightsRequest(
             version=target.version, sha256=target.sha256, offset=offset
         )
-        with partial.open("ab") as file:
-            async for piece in self._stub.FetchWeights(request):
-                if piece.offset != offset or zlib.crc32(piece.data) != piece.crc32:
-                    raise _BadPiece(f"a damaged piece at byte {offset}")
-                file.write(piece.data)
-                offset += len(piece.data)
-                behind = self.latest.version - target.version if self.latest else 0
-                if behind > target.max_staleness:
-                    raise TooOld(f"version {target.version} is {behind} behind")
+        call = self._stub.FetchWeights(request)
+        try:
+            with partial.open("ab") as file:
+                async for piece in call:
+                    if piece.offset != offset or zlib.crc32(piece.data) != piece.crc32:
+                        raise _BadPiece(f"a damaged piece at byte {offset}")
+                    file.write(piece.data)
+                    offset += len(piece.data)
+                    behind = self.latest.version - target.version if self.latest else 0
+                    if behind > target.max_staleness:
+                        raise TooOld(f"version {target.version} is {behind} behind")
+        finally:
+            call.cancel()
         if offset != target.size_bytes:
             raise _BadPiece(f"{offset} bytes where {target.size_bytes} were announced")
 
@@ -215,27 +233,20 @@ class PolicyClient:
                 path.unlink(missing_ok=True)
 
     async def report(self, *, version: int, pause_s: float, canary_gap: float) -> None:
-        """Tell the trainer what this replica serves; a trainer that is away learns it with the
-        next version."""
-        request = wire.ReportServingRequest(
+        """Tell the trainer what this replica serves; a trainer that is away learns it when the
+        watch has reached it again."""
+        self._served = wire.ReportServingRequest(
             generator=self._generator, version=version, pause_s=pause_s, canary_gap=canary_gap
         )
+        await self._report_again()
+
+    async def _report_again(self) -> None:
+        if self._served is None:
+            return
         try:
-            await self._stub.ReportServing(request, timeout=UNARY_DEADLINE_S)
+            await self._stub.ReportServing(self._served, timeout=UNARY_DEADLINE_S)
         except grpc.aio.AioRpcError as error:
             structlog.get_logger().warning("report not taken", why=error.code().name)
-
-    def perturbed_copy(self, path: Path) -> Path:
-        """Write the perturbed weights of the load-path proof beside `path`, in the file's own
-        dtype."""
-        target = path.with_name("perturbed.safetensors")
-        tensors = load_file(path)
-        scaled = {
-            name: (value.astype(np.float32) * canary.factors(name, value.shape)).astype(value.dtype)
-            for name, value in tensors.items()
-        }
-        save_file(scaled, target)
-        return target
 
 
 class _BadPiece(RuntimeError):
@@ -266,9 +277,21 @@ def _raise_if_hopeless(error: grpc.aio.AioRpcError) -> None:
         raise UserError("network.trainer: something answers there that is no trainer") from error
 
 
+def _write_folder(folder: Path, content: Mapping[str, bytearray]) -> None:
+    """Write files into a new folder that appears as a whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        for name, data in content.items():
+            (fresh / name).write_bytes(data)
+        fresh.rename(folder)
+    except OSError:
+        shutil.rmtree(fresh)
+        # Another replica was faster: its folder has the same digest.
+        if not folder.is_dir():
+            raise
+
+
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,8 +7,8 @@ its death means:
 - a child with `ends_run` (the trainer): status 0 and the run is over, any other and it fails;
 - status 2: the user's mistake; the run ends with that child's own `error: …` line;
 - status 75: a newer attempt has taken over; the run fails, nothing is restarted;
-- anything else: restarted, at most `RestartPolicy.most` times in `window_s`; one death more and the
-  run fails.
+- anything else: restarted, at most `RestartPolicy.most` times in `window_s`, or in a row without
+  having been ready between; one death more and the run fails.
 
 waits_for: the end of processes. unblocked_by: the kernel, `stop()`, `kill()`.
 """
@@ -30,6 +30,9 @@ from typing import BinaryIO, Self
 from services.common.errors import FENCED_STATUS, UserError
 from services.launcher import guard, logtail
 from services.launcher.errors import RunFailed
+
+GROUP_END_S = 2.0
+"""How long killed descendants of a child may take to be gone."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Child:
     """The running process, or None between two."""
     started_s: float = 0.0
     """When it was started last, monotonic."""
+    ready: bool = False
+    """Whether the present process has said that it does its work; who asks it sets this."""
     ended_s: float = 0.0
     """When a process of it ended last, monotonic."""
     starts: int = 0
@@ -182,13 +187,14 @@ class Supervisor:
         process = await self._spawn(child)
         child.process, child.started_s = process, time.monotonic()
         child.starts += 1
+        child.ready = False
         self._tell_guard(f"+{process.pid}")
         if child.killed:
             self._signal_group(child)
         elif child.stopping.is_set():
             self._signal(child, signal.SIGTERM)
         status = await process.wait()
-        self._signal_group(child)
+        await _end_group(process.pid)
         self._tell_guard(f"-{process.pid}")
         child.process, child.ended_s = None, time.monotonic()
         child.last_death = how_it_ended(status)
@@ -234,14 +240,15 @@ class Supervisor:
         """Seconds until the next start. Raises RunFailed when it has died too often."""
         policy, now = self._policy, time.monotonic()
         child.deaths_s.append(now)
-        while child.deaths_s[0] < now - policy.window_s:
+        # A process that takes minutes to fail at its start would else be started for ever.
+        while child.ready and child.deaths_s[0] < now - policy.window_s:
             child.deaths_s.popleft()
         deaths = len(child.deaths_s)
         if deaths > policy.most:
             log = child.spec.log
             why = logtail.last_error(log, since_byte=child.log_start_bytes) or "its log is empty"
             raise RunFailed(
-                f"{child.spec.name} died {deaths} times within {policy.window_s:.0f} s, "
+                f"{child.spec.name} died {deaths} times within {now - child.deaths_s[0]:.0f} s, "
                 f"the last time it {child.last_death}: {why}; log: {log}"
             )
         pause_s = min(policy.max_s, policy.base_s * 2.0 ** (deaths - 1))
@@ -261,6 +268,17 @@ class Supervisor:
         assert self._guard is not None
         assert self._guard.stdin is not None
         self._guard.stdin.write(f"{line}\n".encode())
+
+
+async def _end_group(group: int) -> None:
+    """Kill what is left of a process group, and give it GROUP_END_S to be gone: an engine that
+    still holds its memory would starve the next one. (Zombies that nobody reaps stay members.)
+    """
+    with contextlib.suppress(TimeoutError, ProcessLookupError, PermissionError):
+        async with asyncio.timeout(GROUP_END_S):
+            while True:
+                os.killpg(group, signal.SIGKILL)
+                await asyncio.sleep(0.02)
 
 
 def _prepared_log(spec: ChildSpec) -> BinaryIO:

@@ -96,6 +96,7 @@ class Observer:
             request = status_pb2.GetStatusRequest()
             watched.status = await stub.GetStatus(request, timeout=STATUS_TIMEOUT_S)
             watched.seen_s = time.monotonic()
+            child.ready = child.ready or watched.status.ready
 
     async def _ask_metrics(self) -> None:
         with contextlib.suppress(httpx.HTTPError):
@@ -158,6 +159,7 @@ class Observer:
             phase_s=phase_s,
             ready=ready,
             restarts=child.restarts,
+            last_death=child.last_death,
         )
 
 

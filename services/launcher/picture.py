@@ -17,6 +17,8 @@ class Process:
     """Seconds in this phase."""
     ready: bool
     restarts: int = 0
+    last_death: str = ""
+    """How it ended before the last restart: "was killed by SIGKILL"."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Picture:
             self,
             processes=(),
             step=report.get("steps"),
+            max_steps=report.get("steps"),
             eval_before=report.get("eval_before"),
             eval_after=report.get("eval_after"),
         )

@@ -20,6 +20,9 @@ from services.launcher.metrics_client import MetricsClient, Point
 SHARE = 0.1
 """First and last rewards are means over this share of the steps."""
 
+MIN_SHARE = 0.01
+"""Smaller parts of a step are not in the table; summary.json has them all."""
+
 EVAL_NOTE = (
     "eval_before and eval_after are greedy accuracy over the evaluation rows; with "
     "evaluation.every_expression these are every expression of the task, training's among them: "
@@ -107,7 +110,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> RenderableType:
         rows.add_row("restarted", ", ".join(times))
     places = Table.grid(padding=(0, 2, 0, 0))
     places.add_row("summary", str(folder.summary))
-    places.add_row("checkpoints", str(folder.path / "checkpoints"))
+    places.add_row("model", str(folder.path / "model"))
     places.add_row("logs", str(folder.logs))
     places.add_row("metrics", f"headrace aggregator {folder.recipe} serves them again")
     return Group(rows, places)
@@ -126,14 +129,18 @@ def _trained(summary: Mapping[str, Any]) -> str:
 
 
 def _budget(summary: Mapping[str, Any]) -> str:
-    """Median seconds, then the parts with their shares, largest first."""
+    """Median seconds, then the parts that take 1 % or more, largest first."""
     parts = summary.get("time_budget") or {}
     total_s = sum(value for value in parts.values() if value)
-    text = f"{number(summary.get('step_s_median'))} s"
-    if not total_s:
-        return text
-    ordered = sorted(parts.items(), key=lambda item: -(item[1] or 0.0))
-    return f"{text}: " + ", ".join(f"{name} {percent((s or 0.0) / total_s)}" for name, s in ordered)
+    shares = {name: (value or 0.0) / total_s for name, value in parts.items()} if total_s else {}
+    shown = [
+        f"{name.removesuffix('_s').replace('_', ' ')} {percent(share)}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= MIN_SHARE
+    ]
+    return ": ".join(
+        [f"{number(summary.get('step_s_median'))} s", *filter(None, [", ".join(shown)])]
+    )
 
 
 def _ledger(groups: Mapping[str, Any]) -> str:

@@ -83,17 +83,21 @@ class LiveView:
 
 
 class PlainView:
-    """A line per phase of each process, then a line per step or every PLAIN_EVERY_S seconds."""
+    """A line per phase and restart of each process; of steps at most one in PLAIN_EVERY_S."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._phases: dict[str, tuple[str, bool]] = {}
+        self._restarts: dict[str, int] = {}
         self._step = 0
         self._told_s = float("-inf")
 
     def show(self, picture: Picture) -> None:
         """Say what is new."""
         for process in picture.processes:
+            if process.restarts > self._restarts.get(process.name, 0):
+                self._restarts[process.name] = process.restarts
+                self.note(f"{process.name}  {process.last_death}; started again")
             state = (process.phase, process.ready)
             if self._phases.get(process.name) != state:
                 self._phases[process.name] = state

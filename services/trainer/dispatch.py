@@ -24,6 +24,9 @@ FREE_REASONS = frozenset({"lost", "dead_lineage", "attempt_ended", "requeued"})
 FINAL_REASONS = frozenset({"duplicate", "run_ended"})
 """Drops after which the prompt is not due."""
 
+REASONS = STALE_REASONS | FAILED_REASONS | FREE_REASONS | FINAL_REASONS
+"""All that may be said of a drop."""
+
 Prompt = tuple[int, int]
 """(epoch, ordinal)."""
 
@@ -124,7 +127,7 @@ class Dispatcher:
         (or needs no other)."""
         ticket = self.outstanding.pop(group_id)
         kind = "stale" if reason in STALE_REASONS else "failed" if reason in FAILED_REASONS else ""
-        assert kind or reason in FREE_REASONS | FINAL_REASONS, f"unknown drop reason {reason}"
+        assert reason in REASONS, f"unknown drop reason {reason}"
         if kind:
             self._drops[ticket.prompt, kind] += 1
             if self._drops[ticket.prompt, kind] >= self._limit[kind]:

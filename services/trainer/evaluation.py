@@ -8,6 +8,7 @@ import json
 import time
 from dataclasses import dataclass
 
+import structlog
 from google.protobuf.message import DecodeError
 from headrace.v1 import rollout_pb2, sample_pb2
 
@@ -24,6 +25,8 @@ class EvaluationFailed(RuntimeError):
 class Evaluation:
     """What an evaluation found."""
 
+    accuracy: float | None
+    """Share of scored rows whose reward is at least evaluation.correct_at; None when none was."""
     reward: float | None
     """Mean over scored rows; None when none was."""
     rows: int
@@ -37,7 +40,8 @@ class Evaluation:
 def request_of(
     row: Row, *, group_id: str, recipe: Recipe, evaluation: bool
 ) -> rollout_pb2.RolloutRequest:
-    """The request for one row: a whole group for training, one greedy conversation for evaluation."""
+    """The request for one row: a whole group for training, one greedy conversation for
+    evaluation."""
     generation = recipe.generation
     return rollout_pb2.RolloutRequest(
         group_id=group_id,
@@ -89,7 +93,10 @@ async def evaluate(
                 continue
             try:
                 scored = sample_pb2.ScoredGroup.FromString(delivery.data)
-            except DecodeError:
+            except DecodeError as error:
+                structlog.get_logger().error(
+                    "an evaluation's answer cannot be read", group=delivery.group_id, why=str(error)
+                )
                 failed += 1
                 continue
             if scored.oldest_version < version:
@@ -99,7 +106,9 @@ async def evaluate(
             else:
                 failed += 1
         await queue.discard_evaluation([delivery.entry_id for delivery in deliveries])
+    correct = sum(reward >= recipe.evaluation.correct_at for reward in rewards)
     return Evaluation(
+        accuracy=correct / len(rewards) if rewards else None,
         reward=sum(rewards) / len(rewards) if rewards else None,
         rows=len(rows),
         failed=failed,

@@ -16,6 +16,9 @@ from headrace.v1 import rollout_pb2, sample_pb2
 from services.common.sequences import broken_invariant
 from services.trainer.types import TrainSample
 
+MAX_LAG = int(np.iinfo(np.int16).max)
+"""Lags are kept in 16 bits; a group so old is stale anyway."""
+
 
 class Poison(ValueError):
     """An entry that can never be trained on; the message is the reason in the dead letters."""
@@ -24,6 +27,10 @@ class Poison(ValueError):
 class Refused(ValueError):
     """A healthy group that this step cannot use; the message is the drop reason."""
 
+    def __init__(self, reason: str, samples: tuple[TrainSample, ...] = ()) -> None:
+        super().__init__(reason)
+        self.samples = samples
+
 
 @dataclass(frozen=True)
 class AdmittedGroup:
@@ -31,6 +38,7 @@ class AdmittedGroup:
 
     group_id: str
     samples: tuple[TrainSample, ...]
+    """At least one; sequences without a trained token are left out."""
     zero_signal: bool
     staleness: int
     """Versions between the group's oldest token and the current one."""
@@ -42,10 +50,12 @@ class Policy:
 
     version: int
     step: int
-    """Optimizer steps applied."""
+    """Optimizer steps applied: what the lag of a token counts to."""
     step_of: Mapping[int, int]
-    """Optimizer steps behind each published version of the surviving line."""
+    """Optimizer steps applied behind each published version of the surviving line."""
     max_staleness: int
+    vocab_size: int
+    """Of the model: larger token ids are of another one."""
 
 
 def admit(data: bytes, *, group_id: str, policy: Policy) -> AdmittedGroup:
@@ -71,15 +81,17 @@ def admit(data: bytes, *, group_id: str, policy: Policy) -> AdmittedGroup:
         raise Poison(
             f"made with version {group.oldest_version}, ahead of the current {policy.version}"
         )
-    samples = tuple(_sample(sample, policy) for sample in group.samples)
+    parsed = [_sample(sample, policy) for sample in group.samples]
+    samples = tuple(sample for sample in parsed if sample is not None)
     if staleness > policy.max_staleness:
-        raise Refused("stale")
-    if not any(sample.num_trained for sample in samples):
+        raise Refused("stale", samples)
+    if not samples:
         raise Refused("no_trained_tokens")
     return AdmittedGroup(group_id, samples, group.zero_signal, staleness)
 
 
-def _sample(sample: sample_pb2.Sample, policy: Policy) -> TrainSample:
+def _sample(sample: sample_pb2.Sample, policy: Policy) -> TrainSample | None:
+    """None for a sequence of which nothing is trained."""
     broken = broken_invariant(sample.sequence)
     if broken:
         raise Poison(f"sample {sample.rollout_id!r}/{sample.index}: {broken}")
@@ -88,13 +100,21 @@ def _sample(sample: sample_pb2.Sample, policy: Policy) -> TrainSample:
     sequence = sample.sequence
     token_ids = np.frombuffer(sequence.token_ids, "<u4").astype(np.int64)
     mask = np.frombuffer(sequence.trained_mask, np.uint8).astype(bool)
+    if token_ids.max() >= policy.vocab_size:
+        raise Poison(
+            f"sample {sample.rollout_id!r}: token {token_ids.max()} is outside the model's "
+            f"vocabulary of {policy.vocab_size}"
+        )
+    lags = _lags(sequence, mask, policy)
+    if not mask.any():
+        return None
     return TrainSample(
         rollout_id=sample.rollout_id,
         token_ids=token_ids,
         trained_mask=mask,
         logprobs=np.frombuffer(sequence.logprobs, "<f4").astype(np.float32),
         advantage=sample.advantage,
-        lags=_lags(sequence, mask, policy),
+        lags=lags,
     )
 
 
@@ -110,7 +130,8 @@ def _lags(
                 f"a token of version {span.version}, which was never published in this line"
             )
         part = slice(span.start, span.end)
-        lags[part] = np.where(mask[part], policy.step - policy.step_of[span.version], 0)
+        lag = min(policy.step - policy.step_of[span.version], MAX_LAG)
+        lags[part] = np.where(mask[part], lag, 0)
     if (lags < 0).any():
         raise Poison("its version spans do not cover the trained tokens")
     return lags

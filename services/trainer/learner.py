@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -40,9 +41,13 @@ class Learner:
             )
         self._device = _device(recipe.trainer.device)
         self.dtype = recipe.model.dtype
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=getattr(torch, self.dtype), local_files_only=True
-        )
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                self.folder, dtype=getattr(torch, self.dtype), local_files_only=True
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            why = next(iter(str(error).splitlines()), "")
+            raise UserError(f"model.path: {recipe.model.path} cannot be loaded: {why}") from error
         self._model = model.to(self._device)
         self.vocab_size = int(model.config.vocab_size)
         self._step = OptimizerStep(

@@ -3,7 +3,7 @@ catalogue."""
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from services.common.recorder import Recorder
 from services.trainer.intake import AdmittedGroup
 from services.trainer.loss import LAG_KEYS
 from services.trainer.planner import Plan
+from services.trainer.run_queue import Fill
 from services.trainer.step import StepResult
 from services.trainer.types import TrainSample
 
@@ -56,6 +57,7 @@ class Totals:
     """Over the whole run, for the report at its end."""
 
     steps: int = 0
+    """Counted by the run itself, as steps end."""
     trained_samples: int = 0
     trained_tokens: int = 0
     forwarded_tokens: int = 0
@@ -71,7 +73,6 @@ class Totals:
     ) -> None:
         """Take one step. The gap is over tokens of lag 0: there trainer and engine have the same
         weights."""
-        self.steps += 1
         self.trained_samples += samples
         self.trained_tokens += result.trained_tokens
         self.forwarded_tokens += result.forwarded_tokens
@@ -224,10 +225,13 @@ def _record_loss(record: Recorder, step: int, result: StepResult) -> None:
 def record_drop(
     record: Recorder, reason: str, samples: Sequence[TrainSample], *, given_up: bool
 ) -> None:
-    """Record one dropped group; whether dropping favours short samples shows in the tokens."""
-    record.count(f"group/dropped/{reason}")
-    if given_up:
-        record.count("group/given_up_total")
+    """Record one dropped group, or one given up with its prompt."""
+    record.count("group/given_up_total" if given_up else f"group/dropped/{reason}")
+    record_dropped_samples(record, reason, samples)
+
+
+def record_dropped_samples(record: Recorder, reason: str, samples: Sequence[TrainSample]) -> None:
+    """Record samples not used; whether dropping favours short ones shows in the tokens."""
     if samples:
         record.count(f"sample/dropped/{reason}", len(samples))
         if reason == "stale":
@@ -235,6 +239,23 @@ def record_drop(
         record.ratio(
             "sample/dropped_tokens_mean", sum(s.token_ids.size for s in samples), len(samples)
         )
+
+
+def record_queue(
+    record: Recorder, recipe: Recipe, fills: Mapping[str, Fill], *, outstanding: int
+) -> None:
+    """Record how full the streams are, and how much of what pacing allows is under way."""
+    capacity = {"groups": recipe.queue.groups_capacity, "samples": recipe.samples_capacity}
+    for name, fill in fills.items():
+        record.observe(f"queue/waiting/{name}", fill.waiting)
+        record.observe(f"queue/held/{name}", fill.held)
+        if fill.oldest_wait_s is not None:
+            record.observe(f"queue/oldest_wait_s/{name}", max(0.0, fill.oldest_wait_s))
+        if name in capacity:
+            record.ratio(f"queue/fill_frac/{name}", fill.waiting, capacity[name])
+    record.observe("sample/rollout_queue_size", fills["samples"].waiting)
+    record.observe("rollout/score_queue_size", fills["groups"].waiting)
+    record.ratio("pace/outstanding_frac", outstanding, recipe.max_outstanding)
 
 
 def drop_reasons(counter: Counter[str]) -> dict[str, int]:

@@ -64,6 +64,11 @@ class Published:
     perturbed_logprobs: "np.ndarray[Any, Any] | None"
     at_s: float = field(default_factory=time.monotonic)
 
+    @property
+    def mark(self) -> tuple[int, bool]:
+        """What is new in an announcement: the version, and whether it has the load-path proof."""
+        return self.version, self.perturbed_logprobs is not None
+
 
 class PolicyStore:
     """The versions of this attempt. Use from the event loop; only `write_path` is for the torch
@@ -128,7 +133,8 @@ class PolicyStore:
         self._kept[version] = published
         self.step_of[version] = step
         self.published += 1
-        for old in [v for v in self._kept if v < version - self._max_staleness]:
+        # The one before always stays: the torch thread may be about to read it for a late joiner.
+        for old in [v for v in self._kept if v < version - max(1, self._max_staleness)]:
             self._kept.pop(old).path.unlink(missing_ok=True)
         async with self._changed:
             self.current = published
@@ -138,16 +144,22 @@ class PolicyStore:
 
     async def add_perturbed(self, version: int, logprobs: "np.ndarray[Any, Any]") -> None:
         """Announce the current version again with the values of the load-path proof, for a
-        replica that joins late."""
+        replica that joins late; nothing happens when it is current no more."""
         async with self._changed:
             if self.current is not None and self.current.version == version:
                 self.current.perturbed_logprobs = logprobs
                 self._changed.notify_all()
 
-    async def wait_change(self) -> None:
-        """Return at the next announcement."""
+    async def announced_since(self, seen: tuple[int, bool] | None) -> Published:
+        """The current version, as soon as its mark is another than `seen`."""
+        # The condition is looked at under the lock: between a look and a wait no announcement is
+        # missed.
         async with self._changed:
-            await self._changed.wait()
+            await self._changed.wait_for(
+                lambda: self.current is not None and self.current.mark != seen
+            )
+            assert self.current is not None
+            return self.current
 
     def find(self, version: int) -> Published | None:
         """A version that is still kept."""
@@ -185,6 +197,11 @@ class PolicyStore:
             file.flush()
             os.fsync(file.fileno())
         fresh.rename(self._last)
+        folder = os.open(self._last.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename, too
+        finally:
+            os.close(folder)
         return last + 1
 
 
@@ -200,8 +217,11 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
         self.serving: dict[str, int] = {}
         """Version served by each generator that watches now; 0 before its first."""
         self.proof_wanted = asyncio.Event()
-        """Set when a generator has joined that needs the perturbed canary of the current version."""
-        self._reported = asyncio.Condition()
+        """Set when a generator has joined that needs the perturbed canary of the current
+        version."""
+        self._streams: dict[str, object] = {}
+        self._serving_changed = asyncio.Event()
+        self._lag_of = 0
 
     def open(self, store: PolicyStore, model_folder: Path) -> None:
         """Begin to serve. Raises UserError when the folder lacks what generators need."""
@@ -227,14 +247,13 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
         return any(version == 0 for version in self.serving.values())
 
     async def wait_served(self, version: int, *, timeout_s: float) -> bool:
-        """True once every connected generator serves `version`, and there is one."""
-
-        def served() -> bool:
-            return bool(self.serving) and min(self.serving.values()) >= version
-
+        """True once every connected generator serves `version`, and there is one; False after
+        `timeout_s`. One caller at a time."""
         try:
-            async with asyncio.timeout(timeout_s), self._reported:
-                await self._reported.wait_for(served)
+            async with asyncio.timeout(timeout_s):
+                while not self.serving or min(self.serving.values()) < version:
+                    self._serving_changed.clear()
+                    await self._serving_changed.wait()
         except TimeoutError:
             return False
         return True
@@ -246,27 +265,23 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
         await self._opened.wait()
         store = self._store
         assert store is not None
-        name = request.generator
+        name, stream = request.generator, object()
+        self._streams[name] = stream
         self.serving[name] = 0
         self.proof_wanted.set()
         structlog.get_logger().info("generator joined", generator=name)
         sent: tuple[int, bool] | None = None
         try:
             while True:
-                current = store.current
-                key = (
-                    None
-                    if current is None
-                    else (current.version, current.perturbed_logprobs is None)
-                )
-                if current is not None and key != sent:
-                    sent = key
-                    yield store.announcement(current)
-                    continue
-                await store.wait_change()
+                current = await store.announced_since(sent)
+                sent = current.mark
+                yield store.announcement(current)
         finally:
-            self.serving.pop(name, None)
-            structlog.get_logger().info("generator left", generator=name)
+            # A generator that came again is here twice until its broken stream is noticed.
+            if self._streams.get(name) is stream:
+                del self._streams[name], self.serving[name]
+                self._serving_changed.set()
+                structlog.get_logger().info("generator left", generator=name)
 
     async def FetchWeights(
         self, request: wire.FetchWeightsRequest, context: Any
@@ -303,14 +318,16 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
         self, request: wire.ReportServingRequest, context: Any
     ) -> wire.ReportServingResponse:
         """Note what a generator serves."""
-        async with self._reported:
-            if request.generator in self.serving:
-                self.serving[request.generator] = request.version
-            self._reported.notify_all()
+        if request.generator in self.serving:
+            self.serving[request.generator] = request.version
+            self._serving_changed.set()
         store = self._store
         current = None if store is None else store.current
         if current is not None and self.serving and min(self.serving.values()) == current.version:
-            self._recorder.observe("perf/weight_sync_lag_s", time.monotonic() - current.at_s)
+            # Once a version: a report that is repeated, or of a late joiner, is no slow replica.
+            if self._lag_of != current.version:
+                self._recorder.observe("perf/weight_sync_lag_s", time.monotonic() - current.at_s)
+            self._lag_of = current.version
         return wire.ReportServingResponse()
 
 

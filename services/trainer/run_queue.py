@@ -5,10 +5,13 @@ here is fenced: once a newer attempt has started, the next call raises Fenced an
 writes nothing more.
 """
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from services.common.config import Queue
 from services.common.errors import Fenced, UserError
 from services.common.queue import BLOCK_S, EVALUATION_OF, GROUP, QueueClient
 
@@ -52,11 +55,21 @@ class RunQueue:
     def __init__(self, client: QueueClient) -> None:
         self._client, self._keys = client, client.keys
         self.attempt = 0
+        self._step = 0
+        self._settling = asyncio.Lock()
+        streams = (self._keys.samples, self._keys.evals)
+        self._taken: dict[str, set[str]] = {key: set() for key in streams}
+        self._looked_back = dict.fromkeys(streams, client.reconnects)
 
     @property
     def consumer(self) -> str:
         """The trainer's name in the consumer groups: one per attempt."""
         return f"trainer-{self.attempt}"
+
+    @property
+    def reconnects(self) -> int:
+        """How often the server was away and came back."""
+        return self._client.reconnects
 
     async def start(self, *, floor: int, recipe: str) -> tuple[int, dict[str, str]]:
         """Begin an attempt, at least `floor`: its number, and the groups outstanding with their
@@ -72,8 +85,9 @@ class RunQueue:
             )
         if before and before != recipe:
             raise UserError(
-                f"run {self._keys.run} exists in the queue with another recipe (model, data, sampling, rewards, "
-                "loss or seeds differ); choose another run name, or start over with --fresh"
+                f"run {self._keys.run} exists in the queue with another recipe (model, data, "
+                "sampling, rewards, loss or seeds differ); choose another run name, or start over "
+                "with --fresh"
             )
         self.attempt = int(attempt)
         return self.attempt, dict(zip(places[::2], places[1::2], strict=True))
@@ -93,17 +107,14 @@ class RunQueue:
         With `wait`, about a second is waited for one.
         """
         key = self._keys.evals if evaluation else self._keys.samples
-        found = await self._client.call(
-            lambda: self._client.raw.xreadgroup(
-                GROUP,
-                self.consumer,
-                {key: ">"},
-                count=limit,
-                block=int(BLOCK_S * 1000) if wait else None,
+        entries = await self._look_back(key, limit)
+        if not entries:
+            entries = await self._read(
+                key, ">", count=limit, block=int(BLOCK_S * 1000) if wait else None
             )
-        )
-        if not found:
+        if not entries:
             return []
+        self._taken[key].update(entry_id.decode() for entry_id, _ in entries)
         now_s, micros = await self._client.call(self._client.raw.time)
         now_ms = now_s * 1000 + micros // 1000
         return [
@@ -112,22 +123,48 @@ class RunQueue:
                 group_id=fields.get(b"id", b"").decode(errors="replace"),
                 data=fields.get(b"data", b""),
                 reason=fields.get(b"reason", b"").decode(errors="replace"),
-                wait_s=max(0.0, (now_ms - int(entry_id.split(b"-")[0])) / 1000),
+                wait_s=_wait_s(entry_id, now_ms),
             )
-            for entry_id, fields in found[0][1]
+            for entry_id, fields in entries
         ]
 
+    async def _look_back(self, key: str, limit: int) -> list[Any]:
+        """After an outage: entries whose delivery was lost with the server's reply. They are this
+        trainer's, and no read of new ones would ever bring them again."""
+        reconnects = self._client.reconnects
+        if self._looked_back[key] == reconnects:
+            return []
+        pending = await self._read(key, "0", count=None, block=None)
+        lost = [entry for entry in pending if entry[0].decode() not in self._taken[key]]
+        if len(lost) <= limit:
+            self._looked_back[key] = reconnects
+        return lost[:limit]
+
+    async def _read(self, key: str, after: str, *, count: int | None, block: int | None) -> Any:
+        found = await self._client.call(
+            lambda: self._client.raw.xreadgroup(
+                GROUP, self.consumer, {key: after}, count=count, block=block
+            )
+        )
+        return [(entry_id, fields or {}) for entry_id, fields in found[0][1]] if found else []
+
     async def settle(self, pairs: Sequence[tuple[str, str]], *, step: int) -> None:
-        """Take groups out of the run: (entry id or '', group id) each; the clock then says `step`.
+        """Take groups out of the run: (entry id or '', group id or '') each; the clock then says
+        `step`, or a later one that it has said before.
 
         Raises Fenced, or QueueLost when an entry that was held is gone.
         """
         keys = [self._keys.clock, self._keys.samples, self._keys.outstanding]
         flat = [text for pair in pairs for text in pair]
-        answer = await self._client.script(
-            "settle", keys, [self.attempt, step, uuid.uuid4().hex, *flat]
-        )
+        # One at a time: the server knows only the last call, so one whose reply was lost would,
+        # when repeated after another, miss the entries that it has removed itself.
+        async with self._settling:
+            self._step = max(self._step, step)
+            answer = await self._client.script(
+                "settle", keys, [self.attempt, self._step, uuid.uuid4().hex, *flat]
+            )
         self._fence(answer)
+        self._taken[self._keys.samples].difference_update(entry for entry, _ in pairs)
         if answer == "lost":
             raise QueueLost(
                 "the queue server lost entries that this trainer held; was its data rolled back?"
@@ -140,20 +177,23 @@ class RunQueue:
                 lambda: self._client.raw.xack(self._keys.evals, GROUP, *entry_ids)
             )
             await self._client.call(lambda: self._client.raw.xdel(self._keys.evals, *entry_ids))
+            self._taken[self._keys.evals].difference_update(entry_ids)
 
-    async def bury(self, delivery: Delivery, *, reason: str) -> None:
+    async def bury(self, delivery: Delivery, *, reason: str, settings: Queue) -> None:
         """Keep an entry of `samples` that breaks the contract in the dead letters; settle it
         afterwards."""
-        fields = {
-            "id": delivery.group_id,
-            "stream": "samples",
-            "entry": delivery.entry_id,
-            "reason": reason,
-            "data": delivery.data,
-        }
-        await self._client.call(
-            lambda: self._client.raw.xadd(self._keys.dead, fields, maxlen=1000, approximate=False)
-        )
+        keys = [self._keys.samples, self._keys.dead, self._keys.clock]
+        arguments = [
+            self.attempt,
+            self.consumer,
+            delivery.entry_id,
+            delivery.group_id,
+            reason,
+            delivery.data,
+            settings.dead_max_entries,
+            settings.dead_max_bytes,
+        ]
+        self._fence(await self._client.script("bury", keys, arguments))
 
     async def outstanding(self) -> dict[str, str]:
         """All groups between dispatch and settlement, with their places."""
@@ -179,8 +219,14 @@ class RunQueue:
     def _fence(self, answer: str) -> None:
         if answer == "fenced":
             raise Fenced(
-                f"attempt {self.attempt} of run {self._keys.run} was replaced by a newer trainer; this one ends"
+                f"attempt {self.attempt} of run {self._keys.run} was replaced by a newer trainer; "
+                "this one ends"
             )
+
+
+def _wait_s(entry_id: bytes, now_ms: int) -> float | None:
+    wait_s = (now_ms - int(entry_id.split(b"-")[0])) / 1000
+    return wait_s if wait_s >= 0 else None
 
 
 assert set(GAUGED) == set(EVALUATION_OF)

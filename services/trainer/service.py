@@ -10,6 +10,7 @@ from services.common import grpc_kit, queue
 from services.common.command import Invocation
 from services.common.lifecycle import Lifecycle, announce
 from services.common.recorder import Recorder
+from services.trainer.background import unless
 from services.trainer.policy import PolicyServicer
 from services.trainer.run_queue import RunQueue
 from services.trainer.training import Training
@@ -46,12 +47,15 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     at_exit = ExitStack()
     torch_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
     try:
-        client = await queue.connect(
+        connecting = queue.connect(
             recipe.queue.url,
             run=recipe.run,
             claim_after_s=recipe.queue.claim_after_s,
             waiting=lifecycle.enter,
         )
+        client = await unless(lifecycle.stopping, connecting)
+        if client is None:
+            return
         client.recorder = recorder
         training = Training(
             recipe, lifecycle, recorder, servicer, RunQueue(client), torch_thread, at_exit

@@ -22,14 +22,23 @@ from headrace.v1 import metrics_pb2
 
 from services.common.config import Recipe
 from services.common.errors import UserError
-from services.common.lifecycle import Lifecycle, cancel
+from services.common.lifecycle import Lifecycle
 from services.common.recorder import Recorder
 from services.trainer import dataset
-from services.trainer.dispatch import Dispatcher
+from services.trainer.background import guarded, unless
+from services.trainer.dispatch import REASONS, Dispatcher
 from services.trainer.evaluation import Evaluation, evaluate, request_of
 from services.trainer.intake import AdmittedGroup, Poison, Policy, Refused, admit
 from services.trainer.learner import Learner
-from services.trainer.measure import StepTimes, Totals, drop_reasons, record_drop, record_step
+from services.trainer.measure import (
+    StepTimes,
+    Totals,
+    drop_reasons,
+    record_drop,
+    record_dropped_samples,
+    record_queue,
+    record_step,
+)
 from services.trainer.policy import PolicyServicer, PolicyStore
 from services.trainer.run_queue import Delivery, RunQueue
 from services.trainer.types import TrainSample
@@ -69,10 +78,12 @@ class Training:
         self._dispatching: set[str] = set()
         self._held: dict[str, Delivery] = {}
         self._step = 0
+        self._applied = 0
         self._started = datetime.now(UTC)
 
     async def run(self) -> dict[str, Any] | None:
-        """Train to the end; the report. None when asked to stop before."""
+        """Train to the end; the report. None when asked to stop before: nothing is kept then, as
+        resuming is not built yet."""
         recipe = self._recipe
         checkpoints = recipe.run_folder / "checkpoints"
         self._lifecycle.enter("loading the model")
@@ -97,47 +108,34 @@ class Training:
             max_stale_tries=recipe.queue.max_stale_tries,
         )
         self._servicer.open(self._store, learner.folder)
-        tasks = [asyncio.create_task(self._gauge()), asyncio.create_task(self._prove_late())]
-        try:
-            await self._publish()
-            await self._evaluate("before")
-            tasks.append(asyncio.create_task(self._dispatch()))
-            tasks.append(asyncio.create_task(self._reconcile()))
-            finished = await self._guarded(self._steps(), tasks)
-            if not finished:
-                return None
-            if self._store.step_of[self._store.version] != self._totals.steps:
-                await self._publish()
-            await self._evaluate("after")
-            return await self._end()
-        finally:
-            await cancel(*tasks)
+        whole = guarded(self._course(), self._gauge(), self._prove_late())
+        if not await unless(self._lifecycle.stopping, whole):
+            return None
+        return await self._end()
 
-    async def _guarded(self, body: Any, tasks: "list[asyncio.Task[None]]") -> bool:
-        """Run `body`, but fail at once when a background task has failed."""
-        work = asyncio.create_task(body)
-        try:
-            done, _ = await asyncio.wait({work, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            return bool(work.result())
-        finally:
-            await cancel(work)
+    async def _course(self) -> bool:
+        """Everything between the first version and the end; True."""
+        await self._publish()
+        await self._evaluate("before")
+        await guarded(self._steps(), self._dispatch(), self._reconcile())
+        if self._store.step_of[self._store.version] != self._applied:
+            await self._publish()
+        await self._evaluate("after")
+        return True
 
     async def _begin_attempt(self, checkpoints: Path) -> int:
         attempts = checkpoints / "attempts"
         attempts.mkdir(parents=True, exist_ok=True)
-        earlier = [int(path.name) for path in attempts.iterdir()]
-        if earlier:
+        if any(attempts.iterdir()):
             raise UserError(
-                f"run {self._recipe.run} was started before ({self._recipe.run_folder}); resuming is not built yet: "
-                "start over with --fresh, or choose another run name"
+                f"run {self._recipe.run} was started before ({self._recipe.run_folder}); resuming "
+                "is not built yet: start over with --fresh, or choose another run name"
             )
         attempt, places = await self._queue.start(floor=1, recipe=self._recipe.identity())
         if attempt > 1 or places:
             raise UserError(
-                f"the queue holds an earlier attempt of run {self._recipe.run}; resuming is not built yet: "
-                "start over with --fresh, or choose another run name"
+                f"the queue holds an earlier attempt of run {self._recipe.run}; resuming is not "
+                "built yet: start over with --fresh, or choose another run name"
             )
         descriptor = os.open(attempts / str(attempt), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         os.fsync(descriptor)
@@ -164,7 +162,7 @@ class Training:
 
         num_tensors, canary, perturbed = await self._torch(write)
         published = await store.publish(
-            step=self._totals.steps,
+            step=self._applied,
             num_tensors=num_tensors,
             dtype=learner.dtype,
             canary_logprobs=canary,
@@ -177,12 +175,11 @@ class Training:
         while True:
             await self._servicer.proof_wanted.wait()
             self._servicer.proof_wanted.clear()
-            current = self._store.current
-            if current is None or current.perturbed_logprobs is not None:
-                continue
-            rows = self._store.canary_rows
-            values = await self._torch(self._learner.perturbed_logprobs, current.path, rows)
-            await self._store.add_perturbed(current.version, values)
+            # Again, should a version without them have been published meanwhile.
+            while (current := self._store.current) and current.perturbed_logprobs is None:
+                rows = self._store.canary_rows
+                values = await self._torch(self._learner.perturbed_logprobs, current.path, rows)
+                await self._store.add_perturbed(current.version, values)
 
     # -- evaluation
 
@@ -204,8 +201,8 @@ class Training:
         )
         self._evaluations.append(found)
         self._record.observe("perf/eval_s", found.seconds)
-        if found.reward is not None:
-            self._lifecycle.details[f"eval_{when}"] = f"{found.reward:.4f}"
+        if found.accuracy is not None:
+            self._lifecycle.details[f"eval_{when}"] = f"{found.accuracy:.4f}"
         structlog.get_logger().info(
             "evaluated", when=when, reward=found.reward, failed=found.failed
         )
@@ -234,13 +231,11 @@ class Training:
 
     # -- steps
 
-    async def _steps(self) -> bool:
-        """All optimizer steps; False when asked to stop."""
+    async def _steps(self) -> None:
+        """All optimizer steps."""
         lifecycle, recipe = self._lifecycle, self._recipe
         previous_s: float | None = None
         while self._dispatcher.remaining != 0:
-            if lifecycle.stopping.is_set():
-                return False
             self._step = self._totals.steps + 1
             lifecycle.details.update(
                 step=str(self._step), max_steps=str(recipe.trainer.max_steps or "")
@@ -251,15 +246,11 @@ class Training:
             lifecycle.enter("training")
             times = StepTimes()
             groups = await self._fill(times)
-            if groups is None:
-                return False
-            if groups:
-                await self._train(groups, times, previous_s)
-            previous_s = time.monotonic()
-        return True
+            if groups:  # else all that was left has been given up
+                previous_s = await self._train(groups, times, previous_s)
 
-    async def _fill(self, times: StepTimes) -> list[AdmittedGroup] | None:
-        """Groups for the open step: as many as a step has, or as are left. None when asked to stop."""
+    async def _fill(self, times: StepTimes) -> list[AdmittedGroup]:
+        """Groups for the open step: as many as a step has, or as are left."""
         groups: list[AdmittedGroup] = []
         while True:
             remaining = self._dispatcher.remaining
@@ -268,54 +259,68 @@ class Training:
                 wanted = min(wanted, remaining)
             if len(groups) >= wanted:
                 return groups
-            if self._lifecycle.stopping.is_set():
-                return None
             deliveries = await self._queue.take(wanted - len(groups), wait=False)
             if not deliveries:
                 begin_s = time.monotonic()
                 deliveries = await self._queue.take(wanted - len(groups))
                 times.rollout_wait_s += time.monotonic() - begin_s
             begin_s = time.monotonic()
-            for delivery in deliveries:
-                group = await self._admit(delivery)
-                if group is not None:
+            # All are held before anything is awaited: what a settlement has taken out of the
+            # server's list must not look lost.
+            for delivery, mine in [(each, self._hold(each)) for each in deliveries]:
+                if not mine:
+                    await self._discard(delivery)
+                elif group := await self._admit(delivery):
                     groups.append(group)
             times.data_s += time.monotonic() - begin_s
 
+    def _hold(self, delivery: Delivery) -> bool:
+        """Whether the group is waited for, and this is its first entry."""
+        if delivery.group_id not in self._dispatcher.outstanding:
+            return False
+        return self._held.setdefault(delivery.group_id, delivery) is delivery
+
+    async def _discard(self, delivery: Delivery) -> None:
+        """Remove an entry that no group waits for: of one declared lost that came after all, a
+        second one, a stranger's."""
+        group_id = delivery.group_id
+        structlog.get_logger().warning("an entry that nobody waits for", group=group_id)
+        self._record.count("queue/redelivered_total")
+        if not group_id:
+            self._record.count("queue/dead_total")
+            await self._queue.bury(delivery, reason="no group id", settings=self._recipe.queue)
+        settled = "" if group_id in self._dispatcher.outstanding else group_id
+        await self._queue.settle([(delivery.entry_id, settled)], step=self._step)
+
     async def _admit(self, delivery: Delivery) -> AdmittedGroup | None:
         """A group for the open step; or it is settled as dropped, and None."""
-        if delivery.group_id not in self._dispatcher.outstanding:
-            # Nobody waits for it: a group declared lost that came after all, or a stranger's entry.
-            await self._queue.settle([(delivery.entry_id, delivery.group_id)], step=self._step)
-            self._record.count("group/dropped/duplicate")
-            return None
         if delivery.wait_s is not None:
             self._record.observe("sample/time_in_queue_s", delivery.wait_s)
         self._event(delivery.group_id, metrics_pb2.GROUP_STATE_QUEUED)
-        if delivery.reason:
+        if delivery.reason in REASONS:
             await self._drop(delivery, delivery.reason)
             return None
         policy = Policy(
             version=self._store.version,
-            step=self._totals.steps,
+            step=self._applied,
             step_of=self._store.step_of,
             max_staleness=self._recipe.trainer.max_staleness,
+            vocab_size=self._learner.vocab_size,
         )
         try:
-            group = admit(delivery.data, group_id=delivery.group_id, policy=policy)
+            if delivery.reason:
+                raise Poison(f"a tombstone with the unknown reason {delivery.reason!r}")
+            return admit(delivery.data, group_id=delivery.group_id, policy=policy)
         except Poison as error:
             structlog.get_logger().error(
                 "poison in samples", group=delivery.group_id, why=str(error)
             )
             self._record.count("queue/dead_total")
-            await self._queue.bury(delivery, reason=str(error))
+            await self._queue.bury(delivery, reason=str(error), settings=self._recipe.queue)
             await self._drop(delivery, "poison")
-            return None
         except Refused as error:
-            await self._drop(delivery, str(error))
-            return None
-        self._held[group.group_id] = delivery
-        return group
+            await self._drop(delivery, str(error), error.samples)
+        return None
 
     async def _drop(
         self, delivery: Delivery, reason: str, samples: tuple[TrainSample, ...] = ()
@@ -335,13 +340,15 @@ class Training:
 
     async def _train(
         self, groups: list[AdmittedGroup], times: StepTimes, previous_s: float | None
-    ) -> None:
-        """One optimizer step on these groups, its version, and their settlement."""
+    ) -> float:
+        """One optimizer step on these groups, its version, and their settlement; when it ended.
+
+        Recording what was measured belongs to the next step's time.
+        """
         recipe, learner = self._recipe, self._learner
         skip = recipe.trainer.zero_signal == "skip"
-        forwarded = [
-            s for g in groups if not (skip and g.zero_signal) for s in g.samples if s.num_trained
-        ]
+        owned = [(g, s) for g in groups if not (skip and g.zero_signal) for s in g.samples]
+        forwarded = [sample for _, sample in owned]
         begin_s = time.monotonic()
         plan = await self._torch(learner.plan, forwarded)
         rows = [[forwarded[index] for index in row] for row in plan.rows]
@@ -352,25 +359,21 @@ class Training:
         times.fwd_s, times.fwd_bwd_s = result.fwd_s, result.fwd_bwd_s
         times.optimizer_s = result.optimizer_s
         self._totals.steps += 1
+        self._applied += result.applied
 
-        oversize = {forwarded[index].rollout_id for index in plan.oversize}
-        if oversize:
-            self._record.count("sample/dropped/oversize", len(plan.oversize))
-        unused = {
-            g.group_id
-            for g in groups
-            if not (skip and g.zero_signal)
-            and all(s.rollout_id in oversize for s in g.samples if s.num_trained)
-        }
+        record_dropped_samples(self._record, "oversize", [forwarded[i] for i in plan.oversize])
+        used = {owned[index][0].group_id for row in plan.rows for index in row}
+        unused = {group.group_id for group, _ in owned} - used
         begin_s = time.monotonic()
-        if result.applied and self._totals.steps % recipe.trainer.weight_sync_steps == 0:
+        since = self._applied - self._store.step_of[self._store.version]
+        if result.applied and since >= recipe.trainer.weight_sync_steps:
             await self._publish()
         times.weight_sync_s = time.monotonic() - begin_s
         pairs = [(self._held[g.group_id].entry_id, g.group_id) for g in groups]
         await self._queue.settle(pairs, step=self._step + 1)
         for group in groups:
             if group.group_id in unused:
-                self._settle_drop(group.group_id, "oversize", group.samples)
+                self._settle_drop(group.group_id, "oversize")
                 continue
             self._dispatcher.train(group.group_id)
             self._held.pop(group.group_id)
@@ -380,8 +383,9 @@ class Training:
             )
         self._room.set()
 
+        ended_s = time.monotonic()
         if previous_s is not None:
-            times.step_s = time.monotonic() - previous_s
+            times.step_s = ended_s - previous_s
         trained_samples = sum(len(g.samples) for g in groups if g.group_id not in unused)
         self._totals.add(result, times, groups, trained_samples)
         record_step(
@@ -394,36 +398,26 @@ class Training:
             groups=groups,
             times=times,
         )
+        return ended_s
 
     # -- in the background
 
     async def _gauge(self) -> None:
         """Measure the streams every second, also during long steps."""
-        capacity = {
-            "groups": self._recipe.queue.groups_capacity,
-            "samples": self._recipe.samples_capacity,
-        }
-        record = self._record
         while True:
-            for name, fill in (await self._queue.gauge()).items():
-                record.observe(f"queue/waiting/{name}", fill.waiting)
-                record.observe(f"queue/held/{name}", fill.held)
-                if fill.oldest_wait_s is not None:
-                    record.observe(f"queue/oldest_wait_s/{name}", max(0.0, fill.oldest_wait_s))
-                if name in capacity:
-                    record.ratio(f"queue/fill_frac/{name}", fill.waiting, capacity[name])
-                if name == "samples":
-                    record.observe("sample/rollout_queue_size", fill.waiting)
-                if name == "groups":
-                    record.observe("rollout/score_queue_size", fill.waiting)
+            fills = await self._queue.gauge()
             outstanding = len(self._dispatcher.outstanding)
-            record.ratio("pace/outstanding_frac", outstanding, self._recipe.max_outstanding)
+            record_queue(self._record, self._recipe, fills, outstanding=outstanding)
             await asyncio.sleep(GAUGE_EVERY_S)
 
     async def _reconcile(self) -> None:
-        """Find groups that the queue server has lost, or that only it knows."""
+        """Every minute, and when the server was away: find groups that it has lost, or that only
+        it knows."""
         while True:
-            await asyncio.sleep(RECONCILE_EVERY_S)
+            reconnects, next_s = self._queue.reconnects, time.monotonic() + RECONCILE_EVERY_S
+            while time.monotonic() < next_s and self._queue.reconnects == reconnects:
+                await asyncio.sleep(min(1.0, RECONCILE_EVERY_S))
+            # Groups on their way into the server's list or out of it are neither lost nor strange.
             before = set(self._dispatcher.outstanding) - self._dispatching - set(self._held)
             there = await self._queue.outstanding()
             for group_id in before - set(there):
@@ -457,11 +451,14 @@ class Training:
     def _report(self) -> dict[str, Any]:
         book = self._dispatcher
         assert book.balances(), "dispatched = trained + dropped + given up + in flight"
-        evaluations = [evaluation.reward for evaluation in self._evaluations]
+        accuracies = [evaluation.accuracy for evaluation in self._evaluations]
+        rewards = [evaluation.reward for evaluation in self._evaluations]
         return {
             **self._totals.summary(),
-            "eval_before": evaluations[0] if evaluations else None,
-            "eval_after": evaluations[-1] if evaluations else None,
+            "eval_before": accuracies[0] if accuracies else None,
+            "eval_after": accuracies[-1] if accuracies else None,
+            "eval_reward_before": rewards[0] if rewards else None,
+            "eval_reward_after": rewards[-1] if rewards else None,
             "eval_failed": sum(evaluation.failed for evaluation in self._evaluations),
             "groups": {
                 "dispatched": book.dispatched,

@@ -40,3 +40,17 @@ end
 local function fenced(key, attempt)
   return redis.call('HGET', key, 'attempt') ~= attempt
 end
+
+-- A dead letter, by field and value with `data` last; the oldest go when there are too many, or too many bytes (which the
+-- clock counts). The last one stays, whatever its size.
+local function bury(dead, clock_key, letter, max_entries, max_bytes)
+  redis.call('XADD', dead, '*', unpack(letter))
+  local bytes = redis.call('HINCRBY', clock_key, 'dead_bytes', #letter[#letter])
+  while redis.call('XLEN', dead) > tonumber(max_entries) or (bytes > tonumber(max_bytes) and redis.call('XLEN', dead) > 1) do
+    local oldest = redis.call('XRANGE', dead, '-', '+', 'COUNT', 1)[1]
+    for i = 1, #oldest[2], 2 do
+      if oldest[2][i] == 'data' then bytes = redis.call('HINCRBY', clock_key, 'dead_bytes', -#oldest[2][i + 1]) end
+    end
+    redis.call('XDEL', dead, oldest[1])
+  end
+end

@@ -75,6 +75,20 @@ async def trainer(invocation: Invocation, state: Lifecycle) -> None:
         settings=recipe.recorder,
         channel=channel,
     )
+    try:
+        await train(behaviour, invocation, state, recorder)
+    finally:
+        # A server that outlives its event loop can take the interpreter down with a SIGSEGV.
+        recorder.close(30.0)
+        channel.close()
+        await served.stop(0)
+
+
+async def train(
+    behaviour: str, invocation: Invocation, state: Lifecycle, recorder: Recorder
+) -> None:
+    """The steps, and the account of them."""
+    recipe = invocation.recipe
     steps = recipe.trainer.max_steps or 0
     state.enter("training")
     await state.set_ready(True)
@@ -92,9 +106,6 @@ async def trainer(invocation: Invocation, state: Lifecycle) -> None:
     elif not state.stopping.is_set():
         report = recipe.run_folder / "trainer.json"
         report.write_text(json.dumps({"steps": steps, **REPORT}))
-    recorder.close(30.0)
-    channel.close()
-    await served.stop(0)
 
 
 async def scorer(invocation: Invocation, state: Lifecycle) -> None:

@@ -89,7 +89,7 @@ def test_a_run_ends_with_a_summary_and_nothing_left(here: Path) -> None:
         assert process.returncode == 0, errors
         assert not running_in(here)
     lines = output.splitlines()
-    assert "scorer-0  waiting for work  (ready)" in lines
+    assert any(line.startswith("scorer-0  ") for line in lines)
     assert any(line.startswith("step 10/10  reward ") for line in lines)
     assert "run demo: complete" in output
     assert "runs/demo/summary.json" in output

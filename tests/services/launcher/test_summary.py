@@ -37,7 +37,7 @@ SUMMARY: dict[str, Any] = {
     "trained_tokens": 120000,
     "samples_per_s": 301.2,
     "step_s_median": 1.7,
-    "time_budget": {"rollout_wait": 1.02, "fwd_bwd": 0.51, "other": 0.17},
+    "time_budget": {"fwd_bwd_s": 0.51, "rollout_wait_s": 1.02, "other_s": 0.17, "eval_s": 0.0},
     "wall_s": 215.3,
     "restarts": {"trainer-0": 0, "generator-0": 1},
 }
@@ -83,7 +83,7 @@ def test_the_table_says_what_happened_and_where_things_are() -> None:
     for part in (
         "0.37 → 0.61  (+0.24)",
         "0.50 → 0.72  (+0.22)",
-        "1.7 s: rollout_wait 60 %, fwd_bwd 30 %, other 10 %",
+        "1.7 s: rollout wait 60 %, fwd bwd 30 %, other 10 % ",
         "2,626 dispatched = 2,560 trained + 0 rolled back + 64 dropped (run_ended 60, stale 4) + 2",
         "3:35",
         "123,456",

@@ -14,7 +14,9 @@ WARMING_UP = Picture(
         Process("scorer-0", "scorer", "scoring", 3.0, ready=True),
         Process("trainer-0", "trainer", "evaluating before the first step", 2.0, ready=True),
         Process("generator-0", "generator", "compiling the first request", 18.0, ready=False),
-        Process("generator-1", "generator", "loading the model", 9.4, ready=False, restarts=2),
+        Process(
+            "generator-1", "generator", "loading the model", 9.4, False, 2, "exited with status 1"
+        ),
     ),
     attempt=1,
     step=0,
@@ -130,7 +132,15 @@ def test_plain_lines_tell_each_phase_once() -> None:
     lines = plain(WARMING_UP, WARMING_UP)
     assert lines[0] == "aggregator-0  serving  (ready)"
     assert lines[3] == "generator-0  compiling the first request"
-    assert len(lines) == 5
+    assert len(lines) == 6
+
+
+def test_plain_lines_tell_each_restart_once() -> None:
+    *others, last = UNDER_WAY.processes
+    again = replace(last, restarts=last.restarts + 1, last_death="was killed by SIGKILL")
+    restarted = replace(UNDER_WAY, processes=(*others, again))
+    lines = plain(UNDER_WAY, restarted, restarted)
+    assert lines.count("generator-1  was killed by SIGKILL; started again") == 1
 
 
 def test_plain_lines_tell_a_step_at_a_time_and_always_the_last() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common import config
 from services.common.config import Recipe
 from services.common.errors import UserError
 from services.trainer import dataset
@@ -72,6 +73,12 @@ def test_every_expression_is_every_question_that_the_package_can_ask() -> None:
 
     drawn = {row.columns["question"]: comparable(row) for row in found.training}
     assert {row.columns["question"]: comparable(row) for row in found.evaluation} == drawn
+
+
+def test_the_demo_trains_and_is_evaluated_on_one_digit_sums() -> None:
+    path = Path(__file__).parents[3] / "recipes" / "arithmetic.toml"
+    found = dataset.load(config.load(path, environ={}))
+    assert (len(found.training), len(found.evaluation)) == (10_000, 200)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,172 @@
+"""A whole run through the command line: real queue server, vLLM, gRPC, torch, aggregator.
+
+Two generator replicas; in mid-run one of them and the scorer are killed with SIGKILL. What they
+held is taken over, they are started again, the late generator begins with the current version, and
+the books balance.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic.toml"
+
+SETTINGS = {
+    "trainer.max_steps": 60,
+    "trainer.groups_per_step": 8,
+    "generation.num_generations": 4,
+    "generator.replicas": 2,
+    "generator.max_inflight": 64,
+    "queue.claim_after_s": 3,
+    "recorder.flush_s": 0.5,
+    "aggregator.http_port": 0,
+}
+"""Small steps, and enough of them that a killed generator is back before the last one."""
+
+LIMIT_S = 280
+"""Patience with the whole run, two starts of vLLM included."""
+
+
+def children_of(process: psutil.Process, service: str, replica: int) -> list[psutil.Process]:
+    """The processes of one replica: its service and what that has started."""
+    found = []
+    for child in process.children(recursive=True):
+        try:
+            command = child.cmdline()
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        if f"services.{service}" in command and str(replica) in command:
+            found.append(child)
+    return found
+
+
+@contextmanager
+def launched(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """`headrace run` on the demo's recipe made small; ended with the test."""
+    arguments = [f"{key}={json.dumps(value)}" for key, value in SETTINGS.items()]
+    sets = [word for argument in arguments for word in ("--set", argument)]
+    command = [sys.executable, "-m", "services.launcher.cli", "run", str(RECIPE), *sets]
+    process = subprocess.Popen(
+        [*command, "--set", f"folder={folder}", "--set", "run=e2e"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def log_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The JSON lines of a log."""
+    path = folder / "e2e" / "logs" / f"{name}.log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def wait_for_version(folder: Path, version: int, process: subprocess.Popen[str]) -> None:
+    """Return when the trainer has published `version`."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
+        published = [line["version"] for line in log_of(folder, "trainer-0") if "version" in line]
+        if published and max(published) >= version:
+            return
+        assert process.poll() is None, "the run ended too early"
+        time.sleep(0.1)
+    raise AssertionError(f"version {version} was not published in time")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S * 2)
+def test_a_run_survives_the_death_of_a_generator_and_a_scorer(tmp_path: Path) -> None:
+    with launched(tmp_path) as process:
+        launcher = psutil.Process(process.pid)
+        wait_for_version(tmp_path, 4, process)
+        [generator] = children_of(launcher, "generator", 1)
+        workers = generator.children(recursive=True)
+        generator.kill()
+        [scorer] = children_of(launcher, "scorer", 0)
+        scorer.kill()
+        output, _ = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, output
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive, "vLLM's processes outlived their generator"
+
+    summary = json.loads((tmp_path / "e2e" / "summary.json").read_text())
+    groups = summary["groups"]
+    assert summary["steps"] == 60
+    assert groups["trained"] == 60 * 8
+    assert groups["trained_twice"] == groups["in_flight"] == groups["rolled_back"] == 0
+    settled = groups["trained"] + sum(groups["dropped"].values()) + groups["given_up"]
+    assert groups["dispatched"] == settled
+    assert summary["versions_published"] == 61
+    assert summary["max_logprob_gap"] <= 1e-3
+    assert summary["gap_tokens"] > 0
+    assert summary["staleness_max"] <= 2
+    assert summary["eval_before"] is not None
+    assert summary["eval_after"] is not None
+    assert summary["restarts"]["generator-1"] == 1
+    assert summary["restarts"]["scorer-0"] == 1
+    assert summary["generated_tokens"] >= summary["trained_tokens"]
+    assert re.search(r"run e2e: complete", output)
+
+    # Each start of a generator has proven its load path with the version that was current then.
+    joined = [
+        line for line in log_of(tmp_path, "generator-1") if line["event"] == "load path proven"
+    ]
+    assert len(joined) >= 1
+    late = [line for line in log_of(tmp_path, "generator-1") if line["event"] == "ready"]
+    assert late
+    _both_replicas_produced(tmp_path)
+
+
+def _both_replicas_produced(folder: Path) -> None:
+    """Ask an aggregator on the finished run's metrics for tokens by replica."""
+    recipe = folder / "e2e" / "recipe.toml"
+    announce = folder / "announce.json"
+    command = [
+        sys.executable,
+        "-m",
+        "services.aggregator",
+        str(recipe),
+        "--announce",
+        str(announce),
+    ]
+    process = subprocess.Popen(
+        [*command, "--set", "aggregator.http_port=0"], stderr=subprocess.DEVNULL
+    )
+    try:
+        while not announce.exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        port = json.loads(announce.read_text())["http_port"]
+        url = f"http://127.0.0.1:{port}/api/v1/runs/e2e/metrics/rollout/generated_tok_s"
+        answer = httpx.get(url, params={"reduce": "sum", "group_by": "producer", "max_points": 1})
+        by_producer = answer.json()["by_producer"]
+        totals = {name: points[0]["value"] for name, points in by_producer.items()}
+        assert set(totals) == {"generator-0", "generator-1"}
+        assert all(total > 0 for total in totals.values())
+    finally:
+        process.terminate()
+        process.wait(20)
