@@ -1,9 +1,11 @@
-"""Generate protos/python from protos/headrace: `make protos`, or with --check compare without writing.
+"""Generate protos/python from protos/headrace: `make protos`, or with --check compare without
+writing.
 
-buf only compiles and orders the files; the code comes from grpc_tools' protoc and mypy-protobuf, both from the lock file.
+The code comes from grpc_tools' protoc and mypy-protobuf, both from the lock file; buf lints.
 """
 
 import filecmp
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,12 +15,15 @@ HERE = Path(__file__).parent
 
 
 def generate(target: Path) -> None:
-    """Write `headrace/v1/*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` under `target`; raises when protoc fails."""
+    """Write `headrace/v1/*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` under `target`; raises when
+    protoc fails."""
     files = sorted(str(path.relative_to(HERE)) for path in HERE.glob("headrace/v1/*.proto"))
     flags = [f"--{kind}_out={target}" for kind in ("python", "mypy", "grpc_python")]
     flags[1] = f"--mypy_out=quiet:{target}"
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *flags, *files]
-    subprocess.run(command, check=True, cwd=HERE)
+    # mypy-protobuf's plugin lies beside the interpreter, which may not be on the PATH.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    subprocess.run(command, check=True, cwd=HERE, env=os.environ | {"PATH": path})
 
 
 def files_of(folder: Path) -> set[str]:

@@ -1,9 +1,9 @@
 """Write the lock files of this folder: `python requirements/lock.py` (or `make lock`).
 
-pip resolves each extra of pyproject.toml together with all others, so that one version of a package serves
-every service; the lists are then installed with `--no-deps`. Three packages that vLLM declares are left out: their
-wheels are built for another torch and break `import transformers` ("operator torchvision::nms does not exist");
-nothing on the text path imports them.
+pip resolves each extra of pyproject.toml together with all others, so that one version of a package
+serves every service; the lists are then installed with `--no-deps`. Three packages that vLLM
+declares are left out: their wheels are built for another torch and break `import transformers`
+("operator torchvision::nms does not exist"); nothing on the text path imports them.
 """
 
 import json

@@ -286,7 +286,7 @@ class Trainer(Section):
     seed: int = 0
     """Of everything random in the trainer."""
     exit_when_done: bool = False
-    """End the process with the run (`headrace run` sets it); else it stays up and says `complete`."""
+    """End the process with the run (`headrace run` sets it); else it stays up, `complete`."""
     eval_timeout_s: Annotated[float, Field(gt=0)] = 900.0
     """Most seconds one evaluation may take; past it the run fails."""
 

@@ -208,10 +208,9 @@ class Stage:
         evaluation, main = EVALUATION_OF[self._name], self._name
         read = self._client.raw.xreadgroup
         for stream in (evaluation, main):
+            source = {self._key(stream): ">"}
             found = await self._client.call(
-                lambda stream=stream: read(
-                    GROUP, self.consumer, {self._key(stream): ">"}, count=limit
-                )
+                partial(read, GROUP, self.consumer, source, count=limit)
             )
             if found:
                 return self._entries(found, deliveries=1)

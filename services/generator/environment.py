@@ -1,4 +1,4 @@
-"""What the process needs to say before vLLM is imported."""
+"""What the process has to say before vLLM is imported."""
 
 import os
 import shutil
@@ -8,22 +8,28 @@ from pathlib import Path
 
 import structlog
 
-NVIDIA, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
-"""Device files of GPU drivers."""
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+"""Device files that a machine with a GPU has (NVIDIA, AMD)."""
 
 CXX = "clang++" if sys.platform == "darwin" else "g++"
-"""The one that torch's compiler for CPUs runs where $CXX names no other."""
+"""The compiler that torch runs on CPUs where $CXX names no other."""
 
 
-def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Turn torch's compiler off on a machine that has neither a GPU nor a C++ compiler.
+def prepare(*, enforce_eager: bool, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Turn torch.compile off where there is no GPU and it gains nothing or cannot work.
 
-    vLLM compiles a function of its sampler at the first request, eager engine or not, and its
-    worker dies there when there is no compiler. What the user has set stays.
+    An eager engine compiles one small function of its sampler all the same, at the first request.
+    On CPUs that takes 5 to 25 s and makes nothing faster, and without a C++ compiler the engine
+    dies of it. A variable that the user has set stays as it is.
     """
-    if "TORCHDYNAMO_DISABLE" in environ or NVIDIA.exists() or AMD.exists():
+    if "TORCHDYNAMO_DISABLE" in environ or any(path.exists() for path in GPU_DRIVERS):
         return
     compiler = environ.get("CXX", CXX)
-    if shutil.which(compiler, path=environ.get("PATH", os.defpath)) is None:
-        environ["TORCHDYNAMO_DISABLE"] = "1"
-        structlog.get_logger().info("torch.compile is off: no C++ compiler", looked_for=compiler)
+    missing = shutil.which(compiler, path=environ.get("PATH", os.defpath)) is None
+    if not enforce_eager and not missing:
+        return
+    environ["TORCHDYNAMO_DISABLE"] = "1"
+    structlog.get_logger().info(
+        "torch.compile is off",
+        why=f"no C++ compiler ({compiler})" if missing else "an eager engine on CPUs gains nothing",
+    )

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -30,9 +30,6 @@ from services.generator.serving import Loads, Serving
 from services.generator.slots import Slots
 from services.generator.template import ChatTemplate
 from services.generator.weights import PolicyClient
-
-if TYPE_CHECKING:
-    from services.generator.engine import Engine
 
 DRAIN_S = 10.0
 """After SIGTERM: what finishes within this is handed off, the rest is given back."""
@@ -67,11 +64,10 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
     """One generator: takes requests, runs groups, hands them off."""
 
     def __init__(
-        self, invocation: Invocation, lifecycle: Lifecycle, *, start_engine: StartEngine
+        self, invocation: Invocation, lifecycle: Lifecycle, *, importing: Awaitable[StartEngine]
     ) -> None:
         self._recipe: Recipe = invocation.recipe
-        self._invocation, self._lifecycle = invocation, lifecycle
-        self._start_engine = start_engine
+        self._invocation, self._lifecycle, self._importing = invocation, lifecycle, importing
         self._groups: set[asyncio.Task[None]] = set()
         self._starting: set[Entry] = set()
         """Taken, and not yet begun by the runner."""
@@ -114,7 +110,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             await grpc_kit.abort(
                 context, grpc.StatusCode.FAILED_PRECONDITION, "FAILED", f"none finished: {reasons}"
             )
-        await serving.wait_proven(max(newest_version(group), 1))
+        await serving.wait_proven(newest_version(group))
         return generator_pb2.GenerateResponse(
             rollouts=[c.to_wire(f"{asked.group_id}/{i}") for i, c in group.conversations.items()]
         )
@@ -165,9 +161,11 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
         recipe, lifecycle = self._recipe, self._lifecycle
         lifecycle.enter(f"waiting for the trainer at {recipe.network.trainer}")
         folder = await client.model_files(model_cache())
+        lifecycle.enter("importing vLLM")
+        start_engine = await self._importing
         template = ChatTemplate(folder)
         lifecycle.enter("starting the engine")
-        engine = await self._start_engine(folder, recipe)
+        engine = await start_engine(folder, recipe)
         watch = asyncio.create_task(client.watch())
         try:
             lifecycle.enter("compiling the first request")
@@ -214,26 +212,42 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
         )
         recorder.before_flush(_sampler(recorder, slots, serving))
         self._for_calls = runner, serving
-        async with stage:
-            follow = asyncio.create_task(serving.follow(lambda: self._give_back(stage)))
-            probe = asyncio.create_task(_probe(engine))
-            take = asyncio.create_task(self._take(stage, runner, slots, serving, recorder))
-            stop = asyncio.create_task(lifecycle.stopping.wait())
-            try:
-                done, _ = await asyncio.wait(
-                    {follow, probe, take, watch, stop}, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done - {stop}:
-                    task.result()  # raises what ended it
-                self._for_calls = None
-                await lifecycle.set_ready(False)
-                await cancel(take)
-                if self._groups:
-                    await asyncio.wait(self._groups, timeout=DRAIN_S)
-            finally:
-                await self._give_back(stage)
-                await cancel(follow, probe, take, stop, *self._groups)
-                await connection.close()
+        try:
+            async with stage:
+                await self._until_stopped(stage, runner, slots, serving, engine, recorder, watch)
+        finally:
+            self._for_calls = None
+            await connection.close()
+
+    async def _until_stopped(
+        self,
+        stage: Stage,
+        runner: GroupRunner,
+        slots: Slots,
+        serving: Serving,
+        engine: RunningEngine,
+        recorder: Recorder,
+        watch: "asyncio.Task[None]",
+    ) -> None:
+        lifecycle = self._lifecycle
+        follow = asyncio.create_task(serving.follow(lambda: self._give_back(stage)))
+        probe = asyncio.create_task(_probe(engine))
+        take = asyncio.create_task(self._take(stage, runner, slots, serving, recorder))
+        stop = asyncio.create_task(lifecycle.stopping.wait())
+        try:
+            done, _ = await asyncio.wait(
+                {follow, probe, take, watch, stop}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done - {stop}:
+                task.result()  # raises what ended it
+            self._for_calls = None
+            await lifecycle.set_ready(False)
+            await cancel(take)
+            if self._groups:
+                await asyncio.wait(self._groups, timeout=DRAIN_S)
+        finally:
+            await self._give_back(stage)
+            await cancel(follow, probe, take, stop, *self._groups)
 
     async def _take(
         self, stage: Stage, runner: GroupRunner, slots: Slots, serving: Serving, recorder: Recorder
@@ -368,21 +382,19 @@ def _sampler(recorder: Recorder, slots: Slots, serving: Serving) -> Any:
     return sample
 
 
-def _import_engine() -> "type[Engine]":
+def _import_engine() -> StartEngine:
     # Here, since it imports vLLM: that takes seconds, and reads the environment.
     from services.generator.engine import Engine
 
-    return Engine
+    async def start(folder: Path, recipe: Recipe) -> RunningEngine:
+        return await Engine.start(folder, settings=recipe.generator, dtype=recipe.model.dtype)
+
+    return start
 
 
 async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     """Run a generator until SIGTERM."""
-    environment.prepare()
+    environment.prepare(enforce_eager=invocation.recipe.generator.enforce_eager)
     # Meanwhile the trainer is waited for, and status calls are answered.
     importing = asyncio.create_task(asyncio.to_thread(_import_engine))
-
-    async def start(folder: Path, recipe: Recipe) -> RunningEngine:
-        engine = await importing
-        return await engine.start(folder, settings=recipe.generator, dtype=recipe.model.dtype)
-
-    await Replica(invocation, lifecycle, start_engine=start).run()
+    await Replica(invocation, lifecycle, importing=importing).run()

@@ -7,6 +7,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+TUPLE_TASKS = ("arc_agi", "rearc")
+"""Tasks that compare tuples: rows travel as JSON, where tuples become lists, and the right answer
+would score 0.05."""
+
 
 def reasoning_gym(
     *,
@@ -20,7 +24,8 @@ def reasoning_gym(
 
     Needs its columns `question`, `answer` and `metadata` (an object, or its JSON text), whose
     `source_dataset` names the task. With `tag` only what stands in the last <tag>…</tag> is scored,
-    and 0 is given where there is none.
+    and 0 is given where there is none. Raises ValueError for tasks whose answers do not survive
+    JSON.
     """
     rewards = []
     for text, *columns in zip(texts, question, answer, metadata, strict=True):
@@ -28,7 +33,10 @@ def reasoning_gym(
         if isinstance(entry["metadata"], str):
             entry["metadata"] = json.loads(entry["metadata"])
         said = text.strip() if tag is None else _tagged(text, tag)
-        score = _scorer(entry["metadata"]["source_dataset"])
+        task = entry["metadata"]["source_dataset"]
+        if task in TUPLE_TASKS:
+            raise ValueError(f"reasoning_gym: {task} cannot be scored: its rows hold tuples")
+        score = _scorer(task)
         rewards.append(float(score(said, entry)))
     return rewards
 

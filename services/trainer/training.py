@@ -413,10 +413,12 @@ class Training:
     async def _reconcile(self) -> None:
         """Every minute, and when the server was away: find groups that it has lost, or that only
         it knows."""
+        reconnects, next_s = self._queue.reconnects, time.monotonic() + RECONCILE_EVERY_S
         while True:
+            await asyncio.sleep(min(1.0, RECONCILE_EVERY_S))
+            if time.monotonic() < next_s and self._queue.reconnects == reconnects:
+                continue
             reconnects, next_s = self._queue.reconnects, time.monotonic() + RECONCILE_EVERY_S
-            while time.monotonic() < next_s and self._queue.reconnects == reconnects:
-                await asyncio.sleep(min(1.0, RECONCILE_EVERY_S))
             # Groups on their way into the server's list or out of it are neither lost nor strange.
             before = set(self._dispatcher.outstanding) - self._dispatching - set(self._held)
             there = await self._queue.outstanding()

@@ -1,0 +1,366 @@
+"""The way of a version over a real connection, and what goes wrong on it."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from services.common import grpc_kit
+from services.common.config import Network
+from services.common.errors import UserError
+from services.common.lifecycle import Lifecycle, cancel
+from services.generator import weights
+from services.generator.weights import Announcement, FetchFailed, PolicyClient, TooOld
+from services.trainer import policy
+from services.trainer.policy import PolicyServicer
+from tests.conftest import free_port
+from tests.services.generator.fakes import recorder
+from tests.services.generator.trainers import (
+    SHAPE,
+    client_of,
+    perturbed,
+    trainer,
+    weights_of,
+)
+from tests.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pauses, and files of several pieces."""
+    monkeypatch.setattr(weights, "RETRY_S", (0.001, 0.01))
+    monkeypatch.setattr(policy, "CHUNK_BYTES", 1000)
+
+
+@asynccontextmanager
+async def watching(client: PolicyClient) -> AsyncIterator[None]:
+    task = asyncio.create_task(client.watch())
+    try:
+        yield
+    finally:
+        await cancel(task)
+
+
+async def announced(client: PolicyClient, version: int = 1) -> Announcement:
+    async with watching(client):
+        return await client.newer_than(version - 1)
+
+
+# -- model files
+
+
+async def test_model_files_are_fetched_once(tmp_path: Path) -> None:
+    class Counting(PolicyServicer):
+        pieces = 0
+
+        async def FetchModelFiles(self, request: Any, context: Any) -> AsyncIterator[Any]:
+            async for piece in super().FetchModelFiles(request, context):
+                self.pieces += 1
+                yield piece
+
+    counting = Counting(recorder())
+    async with (
+        trainer(tmp_path, servicer=lambda: counting) as made,
+        client_of(made.port) as client,
+    ):
+        folder = await client.model_files(tmp_path / "cache")
+        for name in policy.MODEL_FILES:
+            original = tmp_path / "model" / name
+            assert (folder / name).exists() == original.exists()
+            if original.exists():
+                assert (folder / name).read_bytes() == original.read_bytes()
+        whole = counting.pieces
+        (folder / "config.json").write_text("mine")
+        assert await client.model_files(tmp_path / "cache") == folder
+        assert (folder / "config.json").read_text() == "mine"
+        assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+        assert whole > 4
+
+
+async def test_model_files_of_another_model_are_another_folder(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as made, client_of(made.port) as client:
+        first = await client.model_files(tmp_path / "cache")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}\n')
+    async with trainer(tmp_path) as made, client_of(made.port) as client:
+        assert await client.model_files(tmp_path / "cache") != first
+
+
+async def test_the_trainer_is_waited_for(tmp_path: Path) -> None:
+    port = free_port()
+    async with client_of(port) as client:
+        waiting = asyncio.create_task(client.model_files(tmp_path / "cache"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        async with trainer(tmp_path, network=Network(grpc_port=port)):
+            assert ((await waiting) / "tokenizer.json").exists()
+
+
+# -- announcements
+
+
+async def test_an_announcement_has_all_that_a_load_needs(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as made, client_of(made.port) as client:
+        published = await made.publish(7)
+        seen = await announced(client)
+        assert (seen.version, seen.attempt, seen.step) == (1, 1, 7)
+        assert (seen.sha256, seen.dtype, seen.max_staleness) == (published.sha256, "float32", 2)
+        assert seen.size_bytes == published.path.stat().st_size
+        assert np.array_equal(seen.canary_rows, made.store.canary_rows)
+        assert np.array_equal(seen.canary_logprobs, weights_of(7))
+        assert np.array_equal(seen.perturbed_logprobs, perturbed(weights_of(7)))
+
+
+async def test_the_watch_finds_a_trainer_that_was_restarted(tmp_path: Path) -> None:
+    """And says again what this replica serves: the new trainer knows nothing of it."""
+    network = Network(grpc_port=free_port())
+    async with client_of(network.grpc_port) as client, watching(client):
+        async with trainer(tmp_path, network=network) as first:
+            await first.publish(1)
+            await client.newer_than(0)
+            await client.report(version=1, pause_s=0.1, canary_gap=0.0)
+            assert first.servicer.serving == {"generator-0": 1}
+        async with trainer(tmp_path, attempt=2, network=network) as second:
+            await second.publish(1)  # the same weights, under the next number
+            seen = await client.newer_than(1)
+            assert (seen.version, seen.attempt) == (2, 2)
+            await until(lambda: second.servicer.serving == {"generator-0": 1})
+
+
+async def test_a_replica_that_joins_late_waits_for_the_values_of_its_proof(tmp_path: Path) -> None:
+    """The current version was announced without them, since nobody was new then."""
+    async with trainer(tmp_path) as made, client_of(made.port) as client, watching(client):
+        await made.publish(1, provable=False)
+        assert (await client.newer_than(0)).perturbed_logprobs.size == 0
+        waiting = asyncio.create_task(client.provable())
+        await made.servicer.proof_wanted.wait()
+        assert not waiting.done()
+        await made.store.add_perturbed(1, perturbed(weights_of(1)))
+        seen = await waiting
+        assert seen.version == 1
+        assert np.array_equal(seen.perturbed_logprobs, perturbed(weights_of(1)))
+
+
+async def test_announcements_of_a_lower_attempt_are_ignored(tmp_path: Path) -> None:
+    """A trainer that was replaced and does not know it goes on announcing."""
+
+    class Contested(PolicyServicer):
+        async def WatchPolicy(self, request: Any, context: Any) -> AsyncIterator[Any]:
+            async for answer in super().WatchPolicy(request, context):
+                mine = answer.version
+                mine.attempt, mine.version, perturbed_bytes = 5, 10, mine.canary.perturbed_logprobs
+                mine.canary.perturbed_logprobs = b""
+                yield answer
+                mine.attempt, mine.version = 4, 11
+                yield answer
+                mine.attempt, mine.version = 5, 10
+                mine.canary.perturbed_logprobs = perturbed_bytes
+                yield answer
+
+    async with (
+        trainer(tmp_path, servicer=lambda: Contested(recorder())) as made,
+        client_of(made.port) as client,
+        watching(client),
+    ):
+        await made.publish(1)
+        assert (await client.newer_than(9)).version == 10
+        # All three have arrived when the last has: the one between left no trace.
+        assert (await client.provable()).version == 10
+
+
+# -- fetching
+
+
+class Unruly(PolicyServicer):
+    """Spoils the first fetches, one by each name in `spoils`, and notes where each began."""
+
+    def __init__(self, *spoils: str) -> None:
+        super().__init__(recorder())
+        self.spoils = list(spoils)
+        self.offsets: list[int] = []
+
+    async def FetchWeights(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.offsets.append(request.offset)
+        spoil = self.spoils.pop(0) if self.spoils else ""
+        number = 0
+        async for piece in super().FetchWeights(request, context):
+            if number == 2:
+                match spoil:
+                    case "cut":
+                        await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+                    case "end":
+                        return
+                    case "damage":
+                        piece.data = bytes(len(piece.data))
+                    case "other":  # whole in itself, and not what was announced
+                        piece.data = bytes(len(piece.data))
+                        piece.crc32 = zlib.crc32(piece.data)
+                    case "shift":
+                        piece.offset += 1
+            yield piece
+            number += 1
+
+
+async def test_a_version_is_fetched_whole_and_once(tmp_path: Path) -> None:
+    servicer = Unruly()
+    async with (
+        trainer(tmp_path, servicer=lambda: servicer) as made,
+        client_of(made.port) as client,
+    ):
+        published = await made.publish(3)
+        target = await announced(client)
+        path = await client.fetch(target)
+        assert path.read_bytes() == published.path.read_bytes()
+        assert load_file(path)["w"].shape == SHAPE
+        assert await client.fetch(target) == path
+        assert servicer.offsets == [0]
+
+
+@pytest.mark.parametrize("spoil", ["cut", "end", "damage", "shift"])
+async def test_a_fetch_goes_on_where_it_was_whole(tmp_path: Path, spoil: str) -> None:
+    """The third piece of 1,000 bytes fails, then the third after that: bytes that were right are
+    not sent again."""
+    servicer = Unruly(spoil, spoil)
+    async with (
+        trainer(tmp_path, servicer=lambda: servicer) as made,
+        client_of(made.port) as client,
+    ):
+        published = await made.publish(3)
+        path = await client.fetch(await announced(client))
+        assert path.read_bytes() == published.path.read_bytes()
+        assert servicer.offsets == [0, 2000, 4000]
+
+
+async def test_a_file_with_another_digest_is_fetched_anew(tmp_path: Path) -> None:
+    servicer = Unruly("other")
+    async with (
+        trainer(tmp_path, servicer=lambda: servicer) as made,
+        client_of(made.port) as client,
+    ):
+        published = await made.publish(3)
+        path = await client.fetch(await announced(client))
+        assert path.read_bytes() == published.path.read_bytes()
+        assert servicer.offsets == [0, 0]
+
+
+async def test_a_file_that_never_has_its_digest_fails(tmp_path: Path) -> None:
+    servicer = Unruly(*["other"] * weights.MAX_FETCHES)
+    async with (
+        trainer(tmp_path, servicer=lambda: servicer) as made,
+        client_of(made.port) as client,
+    ):
+        await made.publish(3)
+        with pytest.raises(FetchFailed, match="version 1: digest .* was announced"):
+            await client.fetch(await announced(client))
+        assert len(servicer.offsets) == weights.MAX_FETCHES
+
+
+async def test_a_version_that_is_gone_is_too_old(tmp_path: Path) -> None:
+    """Kept are the current version and two before it."""
+    async with trainer(tmp_path) as made, client_of(made.port) as client:
+        await made.publish(1)
+        first = await announced(client)
+        for seed in (2, 3):
+            await made.publish(seed)
+        assert (await client.fetch(first)).exists()
+        await made.publish(4)
+        client.keep_only()
+        with pytest.raises(TooOld, match="version 1 is no longer kept"):
+            await client.fetch(first)
+
+
+async def test_a_fetch_is_abandoned_only_when_its_version_is_too_old(tmp_path: Path) -> None:
+    """At most two behind may serve: a newer version alone does not end a fetch."""
+    goes_on = asyncio.Event()
+
+    class Slow(PolicyServicer):
+        async def FetchWeights(self, request: Any, context: Any) -> AsyncIterator[Any]:
+            async for piece in super().FetchWeights(request, context):
+                yield piece
+                await goes_on.wait()
+
+    async with (
+        trainer(tmp_path, servicer=lambda: Slow(recorder())) as made,
+        client_of(made.port) as client,
+        watching(client),
+    ):
+        for seed in (1, 2, 3):
+            await made.publish(seed)
+        target = await client.newer_than(2)
+        fetch = asyncio.create_task(client.fetch(target))
+        for seed in (4, 5):
+            await made.publish(seed)
+        await client.newer_than(4)
+        goes_on.set()
+        assert (await fetch).name.startswith("3-")
+
+        goes_on.clear()
+        fetch = asyncio.create_task(client.fetch(await client.newer_than(4)))
+        for seed in (6, 7, 8):
+            await made.publish(seed)
+        await client.newer_than(7)
+        goes_on.set()
+        with pytest.raises(TooOld, match="version 5 is 3 behind"):
+            await fetch
+
+
+async def test_files_are_kept_until_told_and_gone_with_the_client(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as made:
+        async with client_of(made.port) as client, watching(client):
+            paths = []
+            for seed in (1, 2):
+                await made.publish(seed)
+                paths.append(await client.fetch(await client.newer_than(seed - 1)))
+            assert all(path.exists() for path in paths)
+            client.keep_only(paths[1])
+            assert [path.exists() for path in paths] == [False, True]
+        assert not paths[1].parent.exists()
+
+
+# -- what no retry mends
+
+
+async def test_a_refused_token_is_the_users_mistake(tmp_path: Path) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("river")
+    wrong.write_text("stream")
+    network = Network(token_file=str(right))
+    async with trainer(tmp_path, network=network) as made:
+        await made.publish(1)
+        async with client_of(made.port, token_file=right) as client:
+            target = await announced(client)
+            assert (await client.fetch(target)).exists()
+        for token_file in (wrong, None):
+            async with client_of(made.port, token_file=token_file) as client:
+                for call in (
+                    client.model_files(tmp_path / "cache"),
+                    client.watch(),
+                    client.fetch(target),
+                ):
+                    with pytest.raises(UserError, match=r"network\.token_file: .*refuses") as error:
+                        await call
+                    assert "stream" not in str(error.value)
+
+
+async def test_a_service_that_is_no_trainer_is_the_users_mistake(tmp_path: Path) -> None:
+    served = await grpc_kit.serve(Network(), Lifecycle("scorer"))
+    try:
+        async with client_of(served.port) as client:
+            with pytest.raises(UserError, match="no trainer"):
+                await client.model_files(tmp_path / "cache")
+    finally:
+        await served.stop(0)
+
+
+async def test_a_report_to_an_absent_trainer_is_not_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "UNARY_DEADLINE_S", 0.05)
+    async with client_of(free_port()) as client:
+        await client.report(version=1, pause_s=0.1, canary_gap=0.0)

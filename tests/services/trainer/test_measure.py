@@ -1,0 +1,290 @@
+import time
+from typing import Any
+
+import pytest
+
+from services.aggregator.catalogue import CATALOGUE
+from services.common.config import Data, Generator, Recipe, Trainer
+from services.common.config import Recorder as RecorderSettings
+from services.common.partials import Count, Observation, Partial, Ratio
+from services.common.recorder import Recorder
+from services.trainer.dispatch import REASONS
+from services.trainer.intake import AdmittedGroup
+from services.trainer.measure import (
+    BUDGET,
+    StepTimes,
+    Totals,
+    drop_reasons,
+    record_drop,
+    record_dropped_samples,
+    record_queue,
+    record_step,
+)
+from services.trainer.packing import pack
+from services.trainer.planner import plan
+from services.trainer.run_queue import GAUGED, Fill
+from services.trainer.step import OptimizerStep, StepResult
+from services.trainer.types import TrainSample
+from tests.services.trainer.numerics import make_model, make_sample
+
+RECIPE = Recipe(
+    data=Data(file="x.jsonl", epochs=1.0),
+    generator=Generator(max_model_len=600),
+    trainer=Trainer(groups_per_step=2, max_staleness=1),
+)
+INSTRUMENTS = {Count: "count", Observation: "observation", Ratio: "ratio"}
+
+
+def recorder() -> Recorder:
+    return Recorder(
+        run="r", producer="t", service="trainer", settings=RecorderSettings(), channel=None
+    )
+
+
+def recorded(record: Recorder, *, step: int = 0) -> dict[str, Partial]:
+    """By key; everything must be of this step."""
+    found = record.snapshot()
+    assert {s for _, _, s in found} <= {step}
+    return {key: partial for (key, _, _), partial in found.items()}
+
+
+def check_declared(record: Recorder) -> set[str]:
+    """Every key is declared for the trainer, with the instrument that it was recorded by."""
+    found = {key: partial for (key, _, _), partial in record.snapshot().items()}
+    for key, partial in found.items():
+        declared = CATALOGUE.find(key)
+        assert declared is not None, key
+        assert "trainer" in declared.metric.producers, key
+        assert declared.metric.instrument == INSTRUMENTS[type(partial)], key
+    assert "recorder/refused_total" not in found
+    return set(found)
+
+
+def groups_of(*samples: TrainSample, staleness: int = 0) -> list[AdmittedGroup]:
+    return [AdmittedGroup("g", samples, zero_signal=False, staleness=staleness)]
+
+
+def a_step(*samples: TrainSample) -> tuple[StepResult, Any]:
+    step = OptimizerStep(
+        make_model(), optimizer=RECIPE.optimizer, loss=RECIPE.loss, temperature=1.0
+    )
+    if samples:
+        step.accumulate(pack(list(samples)))
+    budget = RECIPE.token_budget
+    return step.finish(), plan(samples, token_budget=budget, trained_token_budget=budget)
+
+
+SAMPLES = (
+    make_sample([1, 2, 3, 4], num_prompt=2, advantage=1.0),
+    make_sample([1, 2, 5, 6, 7], num_prompt=2, advantage=-1.0, lag=1, rollout_id="g/1"),
+    make_sample([1, 2, 5], num_prompt=2, advantage=-1.0, lag=7, rollout_id="g/2"),
+)
+TIMES = StepTimes(
+    rollout_wait_s=1.0,
+    data_s=0.25,
+    fwd_s=1.5,
+    fwd_bwd_s=4.0,
+    optimizer_s=0.5,
+    weight_sync_s=0.125,
+    step_s=6.0,
+)
+
+
+def record(*samples: TrainSample, times: StepTimes, step: int = 3) -> Recorder:
+    kept = recorder()
+    result, rows = a_step(*samples)
+    chosen = [[samples[index] for index in row] for row in rows.rows]
+    groups = groups_of(*samples, staleness=2) if samples else []
+    record_step(
+        kept,
+        RECIPE,
+        step=step,
+        result=result,
+        plan=rows,
+        rows=chosen,
+        groups=groups,
+        times=times,
+    )
+    return kept
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    assert TIMES.unaccounted_s == pytest.approx(6.0 - (1.0 + 0.25 + 4.0 + 0.5 + 0.125))
+    found = recorded(record(*SAMPLES, times=TIMES), step=3)
+    seconds = {key.removeprefix("perf/"): p for key, p in found.items() if key.startswith("perf/")}
+    parts = [seconds[part] for part in (*BUDGET, "unaccounted_s") if part in seconds]
+    total = sum(part.total.value for part in parts if isinstance(part, Observation))
+    assert isinstance(seconds["step_s"], Observation)
+    assert total == pytest.approx(seconds["step_s"].total.value)
+    assert seconds["step_s"].total.value == 6.0
+
+
+def test_the_first_step_has_no_length() -> None:
+    first = StepTimes(fwd_bwd_s=1.0)
+    assert first.unaccounted_s is None
+    found = recorded(record(*SAMPLES, times=first), step=3)
+    assert {"perf/step_s", "perf/unaccounted_s", "perf/trained_tok_s_wall_clock"} & set(found) == (
+        set()
+    )
+    assert "perf/fwd_bwd_s" in found
+
+
+def test_every_key_is_declared_in_the_catalogue() -> None:
+    kept = record(*SAMPLES, times=TIMES)
+    for reason in sorted(REASONS):
+        record_drop(kept, reason, SAMPLES, given_up=False)
+    record_drop(kept, "stale", (), given_up=True)
+    fill = Fill(waiting=3, held=2, oldest_wait_s=0.5)
+    record_queue(kept, RECIPE, dict.fromkeys(GAUGED, fill), outstanding=4)
+    keys = check_declared(kept)
+    assert {"loss", "entropy", "kl/3+", "policy/logprob_gap_max/0", "group/given_up_total"} <= keys
+    assert {"queue/fill_frac/samples", "pace/outstanding_frac", "group/dropped/lost"} <= keys
+
+
+def test_keys_of_a_step_without_a_denominator_are_declared_and_say_so() -> None:
+    kept = record(times=TIMES)
+    keys = check_declared(kept)
+    assert "perf/empty_step_total" in keys
+    assert not {"loss", "grad_norm", "ratio", "batch/packing_ratio"} & keys
+
+
+def test_values_of_a_step() -> None:
+    found = recorded(record(*SAMPLES, times=TIMES), step=3)
+
+    def mean(key: str) -> float:
+        partial = found[key]
+        assert isinstance(partial, Observation)
+        return partial.total.value / partial.n
+
+    def ratio(key: str) -> float:
+        partial = found[key]
+        assert isinstance(partial, Ratio)
+        return partial.over.value / partial.under.value
+
+    # 4 + 5 + 3 tokens, 2 + 3 + 1 of them trained; forwarded: 1 2, then 3 | 5 6 (last ones are
+    # targets only).
+    assert mean("sample/forwarded_tokens_mean") == 4
+    assert mean("sample/trained_tokens_mean") == 2
+    assert mean("sample/staleness_mean") == 2
+    assert ratio("batch/masked_token_frac") == 6 / 12
+    assert ratio("batch/packing_ratio") == 12 / 5
+    assert ratio("batch/row_fill_frac") == 5 / 600
+    assert ratio("batch/duplication") == 1
+    assert ratio("perf/trained_tok_s_wall_clock") == 6 / 6.0
+    assert ratio("perf/forwarded_tok_s_fwd_bwd") == 5 / 4.0
+    assert ratio("policy/signal_token_frac") == 1
+    tokens = {key: p.under.value for key, p in found.items() if isinstance(p, Ratio)}
+    assert [tokens.get(f"kl/{lag}") for lag in ("0", "1", "2", "3+")] == [2, 3, None, 1]
+
+
+def test_the_gap_of_a_run_is_over_tokens_of_lag_0() -> None:
+    totals = Totals()
+    far_off = make_sample([1, 2, 3, 4], num_prompt=2, lag=1, old_logprob=-40.0)
+    result, _ = a_step(far_off)
+    totals.add(result, StepTimes(), groups_of(far_off, staleness=1), 1)
+    assert totals.max_logprob_gap is None
+    near = make_sample([1, 2, 3, 4], num_prompt=2, old_logprob=-3.0)
+    result, _ = a_step(near, far_off)
+    totals.add(result, StepTimes(), groups_of(near, far_off, staleness=3), 2)
+    assert totals.gap_tokens == 2
+    assert totals.max_logprob_gap == result.statistics.lags[0].gap_max
+    assert totals.max_logprob_gap < result.statistics.lags[1].gap_max
+    assert (totals.staleness_max, totals.trained_samples, totals.trained_tokens) == (3, 3, 6)
+
+
+def test_a_summary_leaves_the_first_step_out_of_times_and_not_out_of_counts() -> None:
+    totals = Totals()
+    result, _ = a_step(*SAMPLES)
+    for seconds in (None, 2.0, 4.0, 9.0):
+        totals.steps += 1
+        totals.add(result, StepTimes(fwd_bwd_s=1.0, step_s=seconds), groups_of(*SAMPLES), 3)
+    found = totals.summary()
+    assert (found["steps"], found["trained_samples"], found["step_s_median"]) == (4, 12, 4.0)
+    assert found["samples_per_s"] == pytest.approx(9 / 15)
+    assert found["time_budget"]["fwd_bwd_s"] == 1.0
+    assert found["time_budget"]["unaccounted_s"] == 3.0
+    assert set(found["time_budget"]) == {*BUDGET, "unaccounted_s"}
+
+
+def test_a_summary_of_nothing_has_no_numbers_that_were_not_measured() -> None:
+    found = Totals().summary()
+    for key in ("max_logprob_gap", "step_s_median", "samples_per_s"):
+        assert found[key] is None
+    assert found["time_budget"] == {}
+
+
+def test_a_dropped_group_counts_in_groups_and_in_samples() -> None:
+    kept = recorder()
+    record_drop(kept, "stale", SAMPLES, given_up=False)
+    record_drop(kept, "failed", (), given_up=False)
+    found = recorded(kept)
+    counts = {key: p.total.value for key, p in found.items() if isinstance(p, Count)}
+    assert counts == {
+        "group/dropped/stale": 1,
+        "group/dropped/failed": 1,
+        "sample/dropped/stale": 3,
+        "sample/dropped_stale_total": 3,
+    }
+    tokens = found["sample/dropped_tokens_mean"]
+    assert isinstance(tokens, Ratio)
+    assert (tokens.over.value, tokens.under.value) == (12, 3)
+
+
+def test_a_group_given_up_is_not_counted_as_dropped_too() -> None:
+    """dispatched = trained + dropped + given up + in flight, also by the metrics."""
+    kept = recorder()
+    record_drop(kept, "stale", SAMPLES, given_up=True)
+    assert not [key for key in recorded(kept) if key.startswith("group/dropped/")]
+    assert "group/given_up_total" in recorded(kept)
+
+
+def test_samples_may_be_dropped_from_a_group_that_is_used() -> None:
+    kept = recorder()
+    record_dropped_samples(kept, "oversize", SAMPLES[:1])
+    record_dropped_samples(kept, "oversize", [])
+    assert set(recorded(kept)) == {"sample/dropped/oversize", "sample/dropped_tokens_mean"}
+
+
+def test_the_queue_s_fill_is_said_of_each_stream() -> None:
+    kept = recorder()
+    fills = {
+        "requests": Fill(waiting=1, held=2, oldest_wait_s=None),
+        "groups": Fill(waiting=16, held=0, oldest_wait_s=3.0),
+        "samples": Fill(waiting=4, held=0, oldest_wait_s=0.0),
+    }
+    record_queue(kept, RECIPE, fills, outstanding=3)
+    found = recorded(kept)
+    ratios = {key: p.over.value / p.under.value for key, p in found.items() if isinstance(p, Ratio)}
+    assert ratios == {
+        "queue/fill_frac/groups": 16 / 64,
+        "queue/fill_frac/samples": 4 / 8,
+        "pace/outstanding_frac": 3 / 4,
+    }
+    assert "queue/oldest_wait_s/requests" not in found
+    assert {"sample/rollout_queue_size", "rollout/score_queue_size"} <= set(found)
+
+
+def test_the_report_names_the_reasons_that_occurred() -> None:
+    from collections import Counter
+
+    assert drop_reasons(Counter({"stale": 2, "failed": 0, "lost": 1})) == {"lost": 1, "stale": 2}
+
+
+def test_recording_a_step_is_cheap_beside_it() -> None:
+    """Not a limit of time: that recording adds no entries which grow with the run."""
+    kept, result_and_plan = recorder(), a_step(*SAMPLES)
+    begin_s = time.process_time()
+    for step in range(1, 4):
+        record_step(
+            kept,
+            RECIPE,
+            step=step,
+            result=result_and_plan[0],
+            plan=result_and_plan[1],
+            rows=[list(SAMPLES)],
+            groups=groups_of(*SAMPLES),
+            times=TIMES,
+        )
+    assert time.process_time() >= begin_s
+    sizes = [sum(s == step for _, _, s in kept.snapshot()) for step in range(1, 4)]
+    assert len(set(sizes)) == 1
