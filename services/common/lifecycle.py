@@ -102,15 +102,24 @@ class Lifecycle:
 
 
 async def cancel(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancel tasks and wait for their end.
+    """Cancel tasks and wait for their end, whatever they end with.
 
     redis-py swallows a cancellation that arrives within a command, so one cancel() is not enough.
+    The wait goes on when the caller is itself cancelled meanwhile, and the cancellation is raised
+    afterwards: else a task that had swallowed its own would go on alone.
     """
     running = {task for task in tasks if not task.done()}
+    interrupted = False
     while running:
         for task in running:
             task.cancel()
-        _, running = await asyncio.wait(running, timeout=0.1)
+        try:
+            _, running = await asyncio.wait(running, timeout=0.1)
+        except asyncio.CancelledError:
+            interrupted = True
+            running = {task for task in running if not task.done()}
+    if interrupted:
+        raise asyncio.CancelledError
 
 
 def configure_logging() -> None:

@@ -33,6 +33,10 @@ is no error."""
 SOCKET_TIMEOUT_S = 15.0
 """A server that does not answer for so long counts as away."""
 
+MAX_CONNECTIONS = 32
+"""Of one client. A call beyond them waits for its turn: redis-py's default is an error, which would
+read as an outage when a hundred results are handed off at once."""
+
 MAX_BACKOFF_S = 5.0
 """Longest pause between two attempts to reach the server."""
 
@@ -179,8 +183,10 @@ def _text(value: Any) -> Any:
 def open_client(url: str) -> Any:
     """A client for a URL; nothing is sent yet. Raises UserError for a malformed URL."""
     try:
-        return redis.asyncio.Redis.from_url(
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=None,
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=5.0,
             health_check_interval=30,
@@ -191,6 +197,7 @@ def open_client(url: str) -> Any:
         raise UserError(
             f"queue.url: {url!r} is not a Redis URL ({error}); write redis://host:port/0"
         ) from None
+    return redis.asyncio.Redis.from_pool(pool)
 
 
 async def connect(

@@ -27,6 +27,9 @@ from services.generator.weights import Announcement, FetchFailed, PolicyClient, 
 MAX_LOADS = 3
 """Failed loads in a row before the replica gives up."""
 
+REFETCH_S = 0.2
+"""Pause before a version that could not be fetched is tried again, or a newer one."""
+
 
 class Loads(Protocol):
     """The part of the engine that serving needs; see engine.py."""
@@ -155,12 +158,12 @@ class Serving:
             path = await self._client.fetch(target)
         except TooOld as error:
             structlog.get_logger().info("fetch abandoned", why=str(error))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(REFETCH_S)
             return None
         except FetchFailed as error:
             self._recorder.count("policy/fetch_failed_total")
             structlog.get_logger().error("fetch failed", why=str(error))
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(REFETCH_S)
             return None
         self._recorder.observe("perf/weight_sync_transfer_s", time.monotonic() - begin_s)
         return path

@@ -200,6 +200,7 @@ def environment(
             }
             if not machine.gpu:
                 settings["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[replica % len(cores)])
+                settings["OMP_NUM_THREADS"] = "1"
         case "trainer":
             threads = len(cores) if machine.gpu else max(1, len(cores) - recipe.generator.replicas)
             settings |= {"OMP_NUM_THREADS": str(threads)} | KEEP_MEMORY

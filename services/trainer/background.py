@@ -1,7 +1,6 @@
 """Coroutines side by side: one that has an end, those that run beside it, and what cuts it off."""
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ async def guarded(body: Coroutine[Any, Any, T], *background: Coroutine[Any, Any,
                 task.result()
         return await work
     finally:
-        await _end(work, *tasks)
+        await cancel(work, *tasks)
 
 
 async def unless(event: asyncio.Event, body: Coroutine[Any, Any, T]) -> T | None:
@@ -35,13 +34,4 @@ async def unless(event: asyncio.Event, body: Coroutine[Any, Any, T]) -> T | None
         await asyncio.wait({work, signal}, return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else None
     finally:
-        await _end(work, signal)
-
-
-async def _end(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancel tasks and wait for their end, also when the caller is cancelled meanwhile (once more:
-    cancel() repeats itself). Else a task that swallowed its cancellation would go on alone."""
-    ending = asyncio.create_task(cancel(*tasks))
-    while not ending.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait({ending})
+        await cancel(work, signal)

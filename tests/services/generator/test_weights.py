@@ -36,7 +36,7 @@ from tests.waiting import until
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short pauses, and files of several pieces."""
     monkeypatch.setattr(weights, "RETRY_S", (0.001, 0.01))
-    monkeypatch.setattr(policy, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(policy, "CHUNK_BYTES", 500)
 
 
 @asynccontextmanager
@@ -224,7 +224,7 @@ async def test_a_version_is_fetched_whole_and_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", ["cut", "end", "damage", "shift"])
 async def test_a_fetch_goes_on_where_it_was_whole(tmp_path: Path, spoil: str) -> None:
-    """The third piece of 1,000 bytes fails, then the third after that: bytes that were right are
+    """The third piece of 500 bytes fails, then the third after that: bytes that were right are
     not sent again."""
     servicer = Unruly(spoil, spoil)
     async with (
@@ -234,7 +234,7 @@ async def test_a_fetch_goes_on_where_it_was_whole(tmp_path: Path, spoil: str) ->
         published = await made.publish(3)
         path = await client.fetch(await announced(client))
         assert path.read_bytes() == published.path.read_bytes()
-        assert servicer.offsets == [0, 2000, 4000]
+        assert servicer.offsets == [0, 1000, 2000]
 
 
 async def test_a_file_with_another_digest_is_fetched_anew(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ async def test_a_file_that_never_has_its_digest_fails(tmp_path: Path) -> None:
         client_of(made.port) as client,
     ):
         await made.publish(3)
-        with pytest.raises(FetchFailed, match="version 1: digest .* was announced"):
+        with pytest.raises(FetchFailed, match=r"version 1: digest .* was announced"):
             await client.fetch(await announced(client))
         assert len(servicer.offsets) == weights.MAX_FETCHES
 
@@ -277,10 +277,11 @@ async def test_a_version_that_is_gone_is_too_old(tmp_path: Path) -> None:
 
 async def test_a_fetch_is_abandoned_only_when_its_version_is_too_old(tmp_path: Path) -> None:
     """At most two behind may serve: a newer version alone does not end a fetch."""
-    goes_on = asyncio.Event()
+    begun, goes_on = asyncio.Event(), asyncio.Event()
 
     class Slow(PolicyServicer):
         async def FetchWeights(self, request: Any, context: Any) -> AsyncIterator[Any]:
+            begun.set()
             async for piece in super().FetchWeights(request, context):
                 yield piece
                 await goes_on.wait()
@@ -294,14 +295,17 @@ async def test_a_fetch_is_abandoned_only_when_its_version_is_too_old(tmp_path: P
             await made.publish(seed)
         target = await client.newer_than(2)
         fetch = asyncio.create_task(client.fetch(target))
+        await begun.wait()
         for seed in (4, 5):
             await made.publish(seed)
         await client.newer_than(4)
         goes_on.set()
         assert (await fetch).name.startswith("3-")
 
+        begun.clear()
         goes_on.clear()
         fetch = asyncio.create_task(client.fetch(await client.newer_than(4)))
+        await begun.wait()
         for seed in (6, 7, 8):
             await made.publish(seed)
         await client.newer_than(7)

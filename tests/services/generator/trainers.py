@@ -53,7 +53,8 @@ class Trainer:
 
 
 def perturbed(weights: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    return weights * canary.factors("w", weights.shape)
+    moved: np.ndarray[Any, Any] = weights * canary.factors("w", weights.shape)
+    return moved
 
 
 def model_folder(path: Path) -> Path:

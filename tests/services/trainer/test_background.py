@@ -1,4 +1,6 @@
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,11 @@ async def for_ever(ended: list[str] | None = None) -> None:
     finally:
         if ended is not None:
             ended.append("ended")
+
+
+async def then_one(body: Coroutine[Any, Any, None]) -> int:
+    await body
+    return 1
 
 
 async def answer() -> int:
@@ -45,7 +52,7 @@ async def test_an_event_cuts_off() -> None:
     event, ended = asyncio.Event(), list[str]()
     assert await unless(event, answer()) == 42
     asyncio.get_running_loop().call_soon(event.set)
-    assert await unless(event, for_ever(ended)) is None
+    assert await unless(event, then_one(for_ever(ended))) is None
     assert ended == ["ended"]
     with pytest.raises(ValueError, match="broken"):
         await unless(asyncio.Event(), fail())
@@ -62,5 +69,5 @@ async def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:
             await for_ever(ended)
 
     asyncio.get_running_loop().call_soon(event.set)
-    assert await unless(event, guarded(for_ever(), stubborn())) is None
+    assert await unless(event, guarded(then_one(for_ever()), stubborn())) is None
     assert ended == ["ended"]

@@ -1,4 +1,4 @@
-import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -265,26 +265,4 @@ def test_the_queue_s_fill_is_said_of_each_stream() -> None:
 
 
 def test_the_report_names_the_reasons_that_occurred() -> None:
-    from collections import Counter
-
     assert drop_reasons(Counter({"stale": 2, "failed": 0, "lost": 1})) == {"lost": 1, "stale": 2}
-
-
-def test_recording_a_step_is_cheap_beside_it() -> None:
-    """Not a limit of time: that recording adds no entries which grow with the run."""
-    kept, result_and_plan = recorder(), a_step(*SAMPLES)
-    begin_s = time.process_time()
-    for step in range(1, 4):
-        record_step(
-            kept,
-            RECIPE,
-            step=step,
-            result=result_and_plan[0],
-            plan=result_and_plan[1],
-            rows=[list(SAMPLES)],
-            groups=groups_of(*SAMPLES),
-            times=TIMES,
-        )
-    assert time.process_time() >= begin_s
-    sizes = [sum(s == step for _, _, s in kept.snapshot()) for step in range(1, 4)]
-    assert len(set(sizes)) == 1

@@ -71,8 +71,7 @@ class House:
             for (key, _, _), partial in self.recorder.snapshot().items()
             if key == "perf/weight_sync_lag_s"
         ]
-        assert all(isinstance(partial, Observation) for partial in found)
-        return sum(partial.n for partial in found)  # type: ignore[union-attr]
+        return sum(partial.n for partial in found if isinstance(partial, Observation))
 
 
 def make_store(checkpoints: Path, *, attempt: int = 1, max_staleness: int = 2) -> PolicyStore:
@@ -100,7 +99,7 @@ async def house(tmp_path: Path, *, is_open: bool = True, **store: Any) -> AsyncI
     try:
         yield House(kept, servicer, recorder, policy_pb2_grpc.PolicyServiceStub(channel))
     finally:
-        await channel.close()
+        await channel.close(None)
         await served.stop(0)
         kept.close()
 

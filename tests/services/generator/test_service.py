@@ -1,0 +1,516 @@
+"""A replica with a fake engine, and all else real: queue, policy service, metrics, gRPC."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+from headrace.v1 import generator_pb2, generator_pb2_grpc, metrics_pb2, metrics_pb2_grpc
+from headrace.v1 import rollout_pb2 as wire
+
+from services.common import queue, streams
+from services.common.command import Invocation
+from services.common.config import Recipe
+from services.common.lifecycle import Lifecycle, cancel
+from services.common.queue import GROUP, QueueClient
+from services.generator import service, weights
+from services.generator.service import Replica, RunningEngine
+from services.generator.types import EngineDead, Generated, LoadTimes
+from services.trainer.run_queue import RunQueue
+from tests.conftest import free_port
+from tests.services.generator.fakes import (
+    FakeEngine,
+    at_once,
+    generated,
+    recipe_of,
+    request_of,
+)
+from tests.services.generator.trainers import Trainer, trainer
+from tests.waiting import PATIENCE_S, until
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Short waits, and a cache of the test's own."""
+    monkeypatch.setattr(streams, "BLOCK_S", 0.1)
+    monkeypatch.setattr(streams, "TAKEOVER_EVERY_S", 0.05)
+    monkeypatch.setattr(service, "DRAIN_S", 0.2)
+    monkeypatch.setattr(weights, "RETRY_S", (0.001, 0.05))
+    monkeypatch.setattr(service, "model_cache", lambda: tmp_path / "cache")
+
+
+class Metrics(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc,unused-ignore]
+    """An aggregator that only takes."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self.states: list[tuple[str, str]] = []
+
+    async def PushDeltas(self, request: metrics_pb2.PushDeltasRequest, context: Any) -> Any:
+        self.keys |= {delta.key for delta in request.deltas}
+        names = metrics_pb2.GroupState.Name
+        self.states += [(event.group_id, names(event.state)) for event in request.events]
+        return metrics_pb2.PushDeltasResponse(accepted=len(request.deltas))
+
+
+@dataclass
+class River:
+    """What is around a replica."""
+
+    recipe: Recipe
+    client: QueueClient
+    run_queue: RunQueue
+    trainer: Trainer
+    metrics: Metrics
+    folder: Path
+    tasks: "list[asyncio.Task[None]]" = field(default_factory=list)
+
+    def start(self, engine: FakeEngine, name: str = "0") -> "Started":
+        """Start a replica."""
+
+        async def start_engine(folder: Path, recipe: Recipe) -> RunningEngine:
+            assert (folder / "config.json").exists()
+            return engine
+
+        async def import_at_once() -> Any:
+            return start_engine
+
+        lifecycle = Lifecycle(service="generator", replica=name)
+        announce = self.folder / f"{name}.json"
+        invocation = Invocation(recipe=self.recipe, announce=str(announce))
+        importing = asyncio.create_task(import_at_once())
+        replica = Replica(invocation, lifecycle, importing=importing)
+        task = asyncio.create_task(replica.run())
+        self.tasks.append(task)
+        return Started(lifecycle, engine, task, announce)
+
+    async def put(self, *requests: wire.RolloutRequest, evaluation: bool = False) -> None:
+        for request in requests:
+            await self.run_queue.dispatch(
+                request.group_id, request.SerializeToString(), evaluation=evaluation
+            )
+
+    async def entries(self, stream: str, number: int) -> list[dict[str, bytes]]:
+        """The entries of a stream, once there are `number`."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                for task in self.tasks:
+                    if task.done():
+                        task.result()
+                found = await self.client.raw.xrange(getattr(self.client.keys, stream))
+                if len(found) >= number:
+                    assert len(found) == number
+                    return [{k.decode(): v for k, v in fields.items()} for _, fields in found]
+                await asyncio.sleep(0.01)
+
+    async def groups(self, number: int, stream: str = "groups") -> list[wire.RolloutGroup]:
+        entries = await self.entries(stream, number)
+        return [wire.RolloutGroup.FromString(entry["data"]) for entry in entries]
+
+    async def pending(self) -> list[tuple[bytes, int]]:
+        """Consumer and deliveries of what is held in `requests`."""
+        page = await self.client.raw.xpending_range(
+            self.client.keys.requests, GROUP, min="-", max="+", count=99
+        )
+        return [(item["consumer"], item["times_delivered"]) for item in page]
+
+
+@dataclass
+class Started:
+    """A replica under way."""
+
+    lifecycle: Lifecycle
+    engine: FakeEngine
+    task: "asyncio.Task[None]"
+    announce: Path
+
+    async def ready(self) -> None:
+        await until(lambda: self.task.done() or self.lifecycle.ready)
+        if self.task.done():
+            self.task.result()
+
+    async def stop(self) -> None:
+        """As SIGTERM does."""
+        self.lifecycle.stopping.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await self.task
+
+    async def call(self, request: generator_pb2.GenerateRequest) -> Any:
+        await until(self.announce.exists)
+        port = json.loads(self.announce.read_text())["grpc_port"]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = generator_pb2_grpc.GeneratorServiceStub(channel)
+            return await stub.Generate(request, timeout=PATIENCE_S)
+
+
+@asynccontextmanager
+async def river(url: str, folder: Path, **sections: dict[str, Any]) -> AsyncIterator[River]:
+    server, metrics = grpc.aio.server(), Metrics()
+    metrics_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, server)
+    aggregator = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with trainer(folder) as made:
+        network = {
+            "trainer": f"127.0.0.1:{made.port}",
+            "aggregator": f"127.0.0.1:{aggregator}",
+        }
+        around: dict[str, dict[str, Any]] = {
+            "queue": {"url": url},
+            "network": network,
+            "recorder": {"flush_s": 0.1},
+        }
+        recipe = recipe_of(**around | sections)
+        client = await queue.connect(url, run="r", claim_after_s=recipe.queue.claim_after_s)
+        run_queue = RunQueue(client)
+        await run_queue.start(floor=1, recipe="x")
+        seen = River(recipe, client, run_queue, made, metrics, folder)
+        try:
+            yield seen
+        finally:
+            await cancel(*seen.tasks)
+            await asyncio.gather(*seen.tasks, return_exceptions=True)
+            await client.close()
+            await server.stop(0)
+
+
+async def hang(call: int) -> Generated:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+# -- work
+
+
+async def test_requests_become_groups(valkey_url: str, tmp_path: Path) -> None:
+    async with river(valkey_url, tmp_path) as seen:
+        requests = [request_of(f"0.{i}.1.1") for i in range(5)]
+        await seen.put(*requests)
+        await seen.trainer.publish(1)
+        started = seen.start(FakeEngine())
+        groups = await seen.groups(5)
+        await started.stop()
+        assert started.engine.ended
+        assert sorted(group.request.group_id for group in groups) == [
+            request.group_id for request in requests
+        ]
+        for group in groups:
+            assert group.request in requests
+            assert len(group.rollouts) == 4
+            assert (group.oldest_version, group.newest_version) == (1, 1)
+            assert group.producer == "generator-0"
+        assert await seen.entries("requests", 0) == []
+        assert sorted(seen.metrics.states) == sorted(
+            (request.group_id, state)
+            for request in requests
+            for state in ("GROUP_STATE_GENERATING", "GROUP_STATE_GENERATED")
+        )
+        assert {"rollout/slots_busy_frac", "policy/served_version", "rollout/request_wait_s"} <= (
+            seen.metrics.keys
+        )
+
+
+async def test_evaluation_goes_its_own_way(valkey_url: str, tmp_path: Path) -> None:
+    """One greedy conversation a row, which is no group too small."""
+    async with river(valkey_url, tmp_path) as seen:
+        await seen.put(request_of("eval.0.1.7", num=1), evaluation=True)
+        await seen.trainer.publish(1)
+        seen.start(FakeEngine())
+        [group] = await seen.groups(1, "eval_groups")
+        assert group.request.group_id == "eval.0.1.7"
+        assert len(group.rollouts) == 1
+
+
+async def test_a_group_too_small_ends_as_a_tombstone(valkey_url: str, tmp_path: Path) -> None:
+    async def answer(call: int) -> Generated:
+        if call > 0:
+            raise RuntimeError("no")
+        return await at_once(call)
+
+    async with river(valkey_url, tmp_path) as seen:
+        await seen.put(request_of("0.0.1.1"))
+        await seen.trainer.publish(1)
+        seen.start(FakeEngine(answer))
+        [entry] = await seen.entries("samples", 1)
+        assert (entry["id"], entry["n"], entry["reason"]) == (b"0.0.1.1", b"0", b"failed")
+        assert await seen.entries("groups", 0) == []
+
+
+async def test_a_request_that_does_not_parse_is_a_dead_letter(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    async with river(valkey_url, tmp_path) as seen:
+        await seen.run_queue.dispatch("0.0.1.1", b"\xff\xff\xff")
+        await seen.put(request_of("0.1.1.1"))
+        await seen.trainer.publish(1)
+        seen.start(FakeEngine())
+        [letter] = await seen.entries("dead", 1)
+        assert letter["data"] == b"\xff\xff\xff"
+        assert b"does not parse" in letter["reason"]
+        [tombstone] = await seen.entries("samples", 1)
+        assert tombstone["id"] == b"0.0.1.1"
+        [group] = await seen.groups(1)
+        assert group.request.group_id == "0.1.1.1"
+
+
+async def test_slots_are_filled_while_a_groups_last_conversation_runs(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    """Eight slots, groups of four: two groups fill them. With six of eight conversations done, the
+    next two groups come in, though none of the first two has ended."""
+    tails = asyncio.Event()
+
+    async def answer(call: int) -> Generated:
+        if call in (0, 4):
+            await tails.wait()
+        return await at_once(call)
+
+    async with river(valkey_url, tmp_path) as seen:
+        await seen.put(*(request_of(f"0.{i}.1.1") for i in range(4)))
+        await seen.trainer.publish(1)
+        started = seen.start(FakeEngine(answer))
+        finished = {group.request.group_id for group in await seen.groups(2)}
+        assert finished == {"0.2.1.1", "0.3.1.1"}
+        assert len(started.engine.calls) == 16
+        tails.set()
+        assert len(await seen.groups(4)) == 4
+
+
+async def test_a_full_stream_holds_finished_groups_back(valkey_url: str, tmp_path: Path) -> None:
+    """Room for one group: one goes, and those that wait here fill the slots once (two groups),
+    beside what had begun before."""
+    async with river(valkey_url, tmp_path, queue={"url": valkey_url, "groups_capacity": 1}) as seen:
+        await seen.put(*(request_of(f"0.{i}.1.1") for i in range(9)))
+        await seen.trainer.publish(1)
+        started = seen.start(FakeEngine())
+        await seen.groups(1)
+        await until(lambda: len(started.engine.calls) >= 12)
+        await asyncio.sleep(0.3)
+        held = len(await seen.pending())
+        assert 2 <= held <= 4
+        assert len(started.engine.calls) == 4 * (held + 1)
+        # A scorer takes what waits: each place is filled by one of those that were held back.
+        for done in range(1, 9):
+            [entry] = await seen.entries("groups", 1)
+            await seen.client.raw.xtrim(seen.client.keys.groups, maxlen=0, approximate=False)
+            assert wire.RolloutGroup.FromString(entry["data"]).rollouts, done
+        await seen.groups(1)
+
+
+async def test_many_hand_offs_at_once_are_no_outage(valkey_url: str, tmp_path: Path) -> None:
+    """As in an evaluation, whose groups are one conversation each and end together."""
+    together = asyncio.Event()
+
+    async def answer(call: int) -> Generated:
+        if call == 149:
+            together.set()
+        await together.wait()
+        return await at_once(call)
+
+    async with river(valkey_url, tmp_path, generator={"max_inflight": 150}) as seen:
+        rows = [request_of(f"eval.0.1.{row}", num=1) for row in range(150)]
+        await seen.put(*rows, evaluation=True)
+        await seen.trainer.publish(1)
+        started = seen.start(FakeEngine(answer))
+        await seen.groups(150, "eval_groups")
+        await started.stop()
+        assert "queue/unavailable_s" not in seen.metrics.keys
+
+
+# -- versions
+
+
+async def test_no_work_is_taken_before_the_first_version_or_too_far_behind_it(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    goes_on = asyncio.Event()
+    goes_on.set()
+
+    class Slow(FakeEngine):
+        async def load(self, path: Path, version: int) -> LoadTimes:
+            if version > 0:
+                await goes_on.wait()
+            return await super().load(path, version)
+
+    async def answer(call: int) -> Generated:
+        return generated(versions=(started.engine.loads[-1][1],))
+
+    async with river(valkey_url, tmp_path) as seen:
+        await seen.put(request_of("0.0.1.1"))
+        started = seen.start(Slow(answer))
+        await until(lambda: started.lifecycle.phase == "waiting for the first policy version")
+        assert not started.lifecycle.ready
+        assert await seen.pending() == []
+        await seen.trainer.publish(1)
+        await seen.groups(1)
+        assert started.lifecycle.ready
+
+        goes_on.clear()
+        for seed in (2, 3, 4):  # one of them is being loaded, two or three are behind it
+            await seen.trainer.publish(seed)
+        await until(lambda: not started.lifecycle.ready)
+        assert started.lifecycle.phase == "catching up with the policy"
+        await seen.put(request_of("0.1.1.1"))
+        await asyncio.sleep(0.3)
+        assert await seen.pending() == []
+        goes_on.set()
+        first, second = await seen.groups(2)
+        assert (first.oldest_version, second.oldest_version) == (1, 4)
+
+
+async def test_a_failed_load_gives_back_what_is_held(valkey_url: str, tmp_path: Path) -> None:
+    """The group is generated anew, with the version that was loaded at last."""
+
+    async def answer(call: int) -> Generated:
+        if call < 4:
+            return await hang(call)
+        return generated(versions=(2,))
+
+    engine = FakeEngine(answer)
+    async with river(valkey_url, tmp_path) as seen:
+        await seen.put(request_of("0.0.1.1"))
+        await seen.trainer.publish(1)
+        started = seen.start(engine)
+        await until(lambda: len(engine.calls) == 4)
+        engine.failing_loads = 1
+        await seen.trainer.publish(2)
+        [group] = await seen.groups(1)
+        assert (group.oldest_version, len(group.rollouts)) == (2, 4)
+        await started.stop()
+        assert "policy/canary_failed_total" in seen.metrics.keys
+
+
+# -- the end
+
+
+async def test_what_does_not_end_in_time_is_given_back(valkey_url: str, tmp_path: Path) -> None:
+    """And generated elsewhere, once, as if it had never been begun here."""
+    async with river(valkey_url, tmp_path) as seen:
+        await seen.put(request_of("0.0.1.1"), request_of("0.1.1.1"))
+        await seen.trainer.publish(1)
+        first = seen.start(FakeEngine(hang))
+        await until(lambda: len(first.engine.calls) == 8)
+        await first.stop()
+        assert not first.lifecycle.ready
+        assert first.engine.ended
+        assert await seen.pending() == [(b"~returned", 0)] * 2
+        consumers = await seen.client.raw.xinfo_consumers(seen.client.keys.requests, GROUP)
+        assert [consumer["name"] for consumer in consumers] == [b"~returned"]
+        seen.start(FakeEngine(), name="1")
+        groups = await seen.groups(2)
+        assert {group.producer for group in groups} == {"generator-1"}
+        assert await seen.entries("requests", 0) == []
+
+
+async def test_what_ends_in_time_is_handed_off(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "DRAIN_S", PATIENCE_S)
+    goes_on = asyncio.Event()
+
+    async def answer(call: int) -> Generated:
+        await goes_on.wait()
+        return await at_once(call)
+
+    async with river(valkey_url, tmp_path) as seen:
+        await seen.put(request_of("0.0.1.1"))
+        await seen.trainer.publish(1)
+        started = seen.start(FakeEngine(answer))
+        await until(lambda: len(started.engine.calls) == 4)
+        started.lifecycle.stopping.set()
+        await until(lambda: not started.lifecycle.ready)
+        await seen.put(request_of("0.1.1.1"))  # of no interest any more
+        goes_on.set()
+        await started.stop()
+        [group] = await seen.groups(1)
+        assert group.request.group_id == "0.0.1.1"
+        assert await seen.pending() == []
+
+
+async def test_a_dead_engine_ends_the_process_and_gives_back(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    async def answer(call: int) -> Generated:
+        raise EngineDead("gone")
+
+    async with river(valkey_url, tmp_path) as seen:
+        await seen.put(request_of("0.0.1.1"))
+        await seen.trainer.publish(1)
+        started = seen.start(FakeEngine(answer))
+        with pytest.raises(EngineDead):
+            await started.task
+        assert await seen.pending() == [(b"~returned", 0)]
+        assert started.engine.ended
+
+
+async def test_a_stop_while_it_waits_for_the_trainer(tmp_path: Path, valkey_url: str) -> None:
+    async with river(valkey_url, tmp_path) as seen:
+        nobody = {"trainer": f"127.0.0.1:{free_port()}"}
+        network = seen.recipe.network.model_copy(update=nobody)
+        seen.recipe = seen.recipe.model_copy(update={"network": network})
+        started = seen.start(FakeEngine())
+        await until(lambda: started.lifecycle.phase.startswith("waiting for the trainer at"))
+        await started.stop()
+
+
+# -- Generate
+
+
+def asked(**sampling: Any) -> generator_pb2.GenerateRequest:
+    given: dict[str, Any] = {
+        "num_generations": 2,
+        "temperature": 1.0,
+        "max_completion_tokens": 8,
+    }
+    return generator_pb2.GenerateRequest(
+        messages=request_of().messages, sampling=wire.Sampling(**given | sampling)
+    )
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    """What ErrorInfo says."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    info = error_details_pb2.ErrorInfo()
+    packed: Any = status.details[0]
+    assert isinstance(packed, Message)
+    packed.Unpack(info)  # type: ignore[attr-defined]
+    return str(info.reason)
+
+
+async def test_generate_answers_when_it_is_ready_and_says_why_not(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    async with river(valkey_url, tmp_path) as seen:
+        started = seen.start(FakeEngine())
+        await until(lambda: started.lifecycle.phase == "waiting for the first policy version")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await started.call(asked())
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert error.value.details() == "not ready: waiting for the first policy version"
+        assert reason_of(error.value) == "NOT_READY"
+
+        await seen.trainer.publish(1)
+        await started.ready()
+        answer = await started.call(asked())
+        assert [rollout.completion[0].role for rollout in answer.rollouts] == ["assistant"] * 2
+        # It is outside training: nothing of it reaches a stream.
+        for stream in ("requests", "groups", "samples"):
+            assert await seen.entries(stream, 0) == []
+
+        for wrong in ({"num_generations": 0}, {"max_completion_tokens": 0}):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await started.call(asked(**wrong))
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+        long = asked()
+        long.messages[0].content = "9" * 100
+        with pytest.raises(grpc.aio.AioRpcError, match="none finished: 2 prompt_too_long") as error:
+            await started.call(long)
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -1,0 +1,111 @@
+"""The trainer's side of the queue where replies are lost; the scripts are tested in
+tests/services/common/test_streams.py."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.common import queue
+from services.common.config import Queue
+from services.common.queue import GROUP, QueueClient
+from services.trainer.run_queue import Delivery, QueueLost, RunQueue
+
+
+@asynccontextmanager
+async def started(url: str, *groups: str) -> AsyncIterator[tuple[QueueClient, RunQueue]]:
+    """An attempt with scored groups in `samples`."""
+    client = await queue.connect(url, run="r", claim_after_s=5)
+    try:
+        run = RunQueue(client)
+        await run.start(floor=1, recipe="x")
+        for group in groups:
+            await client.raw.hset(client.keys.outstanding, group, "samples:w:1||")
+            await client.raw.xadd(
+                client.keys.samples, {"id": group, "data": b"data of " + group.encode()}
+            )
+        yield client, run
+    finally:
+        await client.close()
+
+
+async def lose_reply(client: QueueClient, run: RunQueue, stream: str) -> None:
+    """The server delivers all to the trainer; the connection breaks before it hears of it."""
+    key = getattr(client.keys, stream)
+    await client.raw.xreadgroup(GROUP, run.consumer, {key: ">"})
+    client.reconnects += 1
+
+
+def names(deliveries: list[Delivery]) -> list[str]:
+    return [delivery.group_id for delivery in deliveries]
+
+
+async def test_entries_of_a_lost_reply_come_again_and_those_held_do_not(valkey_url: str) -> None:
+    async with started(valkey_url, "a", "b", "c", "d") as (client, run):
+        held = await run.take(1)
+        await lose_reply(client, run, "samples")
+        assert names(held) == ["a"]
+        assert names(await run.take(2)) == ["b", "c"]
+        assert names(await run.take(2)) == ["d"]
+        assert await run.take(2, wait=False) == []
+        await run.settle([(held[0].entry_id, "a")], step=1)
+        client.reconnects += 1
+        assert await run.take(2, wait=False) == []
+
+
+async def test_entries_of_an_evaluation_come_again_too(valkey_url: str) -> None:
+    async with started(valkey_url) as (client, run):
+        await client.raw.xadd(client.keys.evals, {"id": "eval.0-0.1.0", "data": b"x"})
+        await lose_reply(client, run, "evals")
+        [delivery] = await run.take(5, evaluation=True)
+        assert (delivery.group_id, delivery.data) == ("eval.0-0.1.0", b"x")
+        await run.discard_evaluation([delivery.entry_id])
+        assert await client.raw.xlen(client.keys.evals) == 0
+
+
+async def test_the_clock_does_not_go_back(valkey_url: str) -> None:
+    async with started(valkey_url, "a") as (client, run):
+        await run.settle([], step=5)
+        await run.settle([("", "a")], step=4)
+        assert await client.raw.hget(client.keys.clock, "step") == b"5"
+
+
+async def test_settlements_wait_for_each_other(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated settlement is known by being the last one: another between its two tries would
+    make it look as if the server had lost what it had removed itself."""
+    async with started(valkey_url, "a", "b") as (client, run):
+        deliveries = await run.take(2)
+        script = client.script
+
+        async def twice(name: str, *arguments: object) -> object:
+            await script(name, *arguments)  # type: ignore[arg-type]
+            await asyncio.sleep(0.05)
+            return await script(name, *arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(client, "script", twice)
+        await asyncio.gather(
+            *(run.settle([(each.entry_id, each.group_id)], step=1) for each in deliveries)
+        )
+        monkeypatch.undo()
+        assert await run.outstanding() == {}
+        with pytest.raises(QueueLost):
+            await run.settle([(deliveries[0].entry_id, "a")], step=1)
+
+
+async def test_dead_letters_of_the_trainer_are_bounded_as_those_of_workers(valkey_url: str) -> None:
+    async with started(valkey_url, "a", "b", "c") as (client, run):
+        by_count, by_bytes = Queue(dead_max_entries=2), Queue(dead_max_bytes=20)
+        for delivery in await run.take(3):
+            await run.bury(delivery, reason="broken", settings=by_count)
+        found = await client.raw.xrange(client.keys.dead)
+        assert [fields[b"id"] for _, fields in found] == [b"b", b"c"]
+        assert found[0][1][b"deliveries"] == b"1"
+        assert await client.raw.hget(client.keys.clock, "dead_bytes") == b"18"
+        late = Delivery("9-9", "d", b"data of d", reason="", wait_s=None)
+        await run.bury(late, reason="broken", settings=by_bytes)
+        found = await client.raw.xrange(client.keys.dead)
+        assert [fields[b"id"] for _, fields in found] == [b"c", b"d"]
+        assert await client.raw.hget(client.keys.clock, "dead_bytes") == b"18"
