@@ -215,9 +215,12 @@ class Engine:
         TimeoutError, EngineDead."""
         with _death():
             await self._llm.check_health()
+        # Sampled with log-probabilities, as conversations are: at the first call this compiles.
         parameters = SamplingParams(
-            temperature=0.0,
+            temperature=1.0,
             max_tokens=1,
+            logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

@@ -1,5 +1,6 @@
-"""What the process has to say before vLLM is imported."""
+"""What vLLM's worker processes are to find in their environment."""
 
+import json
 import os
 import shutil
 import sys
@@ -14,22 +15,38 @@ GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 CXX = "clang++" if sys.platform == "darwin" else "g++"
 """The compiler that torch runs on CPUs where $CXX names no other."""
 
+SMALL_VOCABULARY = 2048
+"""Up to here compilation gains less than a twentieth of a sampled token's time."""
 
-def prepare(*, enforce_eager: bool, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Turn torch.compile off where there is no GPU and it gains nothing or cannot work.
 
-    An eager engine compiles one small function of its sampler all the same, at the first request.
-    On CPUs that takes 5 to 25 s and makes nothing faster, and without a C++ compiler the engine
-    dies of it. A variable that the user has set stays as it is.
+def prepare(
+    *,
+    enforce_eager: bool,
+    vocab_size: int | None,
+    environ: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Turn torch.compile off where there is no GPU and it cannot work or is not worth its time;
+    call it before an engine is started.
+
+    An eager engine compiles one function of its sampler all the same, at the first request: without
+    a C++ compiler it dies there. Compilation takes 5 to 25 s, and makes that function ten times as
+    fast: 0.1 instead of 1.2 ms a token with a vocabulary of 150,000, and nothing that can be
+    measured with one of 100. A variable that the user has set stays as it is.
     """
     if "TORCHDYNAMO_DISABLE" in environ or any(path.exists() for path in GPU_DRIVERS):
         return
     compiler = environ.get("CXX", CXX)
-    missing = shutil.which(compiler, path=environ.get("PATH", os.defpath)) is None
-    if not enforce_eager and not missing:
+    if shutil.which(compiler, path=environ.get("PATH", os.defpath)) is None:
+        why = f"no C++ compiler ({compiler})"
+    elif enforce_eager and vocab_size is not None and vocab_size <= SMALL_VOCABULARY:
+        why = f"not worth its time for a vocabulary of {vocab_size}"
+    else:
         return
     environ["TORCHDYNAMO_DISABLE"] = "1"
-    structlog.get_logger().info(
-        "torch.compile is off",
-        why=f"no C++ compiler ({compiler})" if missing else "an eager engine on CPUs gains nothing",
-    )
+    structlog.get_logger().info("torch.compile is off", why=why)
+
+
+def vocab_size(folder: Path) -> int | None:
+    """What a model folder's config.json says, or None."""
+    found = json.loads((folder / "config.json").read_text()).get("vocab_size")
+    return found if isinstance(found, int) else None

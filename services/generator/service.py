@@ -383,18 +383,21 @@ def _sampler(recorder: Recorder, slots: Slots, serving: Serving) -> Any:
 
 
 def _import_engine() -> StartEngine:
-    # Here, since it imports vLLM: that takes seconds, and reads the environment.
+    # Here, since it imports vLLM, which takes seconds.
     from services.generator.engine import Engine
 
     async def start(folder: Path, recipe: Recipe) -> RunningEngine:
-        return await Engine.start(folder, settings=recipe.generator, dtype=recipe.model.dtype)
+        settings = recipe.generator
+        environment.prepare(
+            enforce_eager=settings.enforce_eager, vocab_size=environment.vocab_size(folder)
+        )
+        return await Engine.start(folder, settings=settings, dtype=recipe.model.dtype)
 
     return start
 
 
 async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     """Run a generator until SIGTERM."""
-    environment.prepare(enforce_eager=invocation.recipe.generator.enforce_eager)
     # Meanwhile the trainer is waited for, and status calls are answered.
     importing = asyncio.create_task(asyncio.to_thread(_import_engine))
     await Replica(invocation, lifecycle, importing=importing).run()

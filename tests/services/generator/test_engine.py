@@ -51,7 +51,7 @@ def engine_environment() -> Iterator[None]:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[0]))
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    environment.prepare(enforce_eager=True)
+    environment.prepare(enforce_eager=True, vocab_size=VOCABULARY)
     try:
         yield
     finally:

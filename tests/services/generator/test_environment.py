@@ -1,10 +1,11 @@
-"""What is set before vLLM is imported."""
+"""When torch.compile is turned off."""
 
 from pathlib import Path
 
 import pytest
 
 from services.generator import environment
+from services.generator.environment import SMALL_VOCABULARY
 
 
 @pytest.fixture
@@ -23,27 +24,34 @@ def compiler(tmp_path: Path) -> Path:
     return path
 
 
-def prepared(enforce_eager: bool, **environ: str) -> str | None:
-    environment.prepare(enforce_eager=enforce_eager, environ=environ)
+def prepared(vocab_size: int | None, *, enforce_eager: bool = True, **environ: str) -> str | None:
+    environment.prepare(enforce_eager=enforce_eager, vocab_size=vocab_size, environ=environ)
     return environ.get("TORCHDYNAMO_DISABLE")
 
 
-def test_an_eager_engine_on_cpus_compiles_nothing(gpu: Path, compiler: Path) -> None:
-    assert prepared(True, PATH=str(compiler.parent)) == "1"
+def test_it_is_off_where_it_is_not_worth_its_time(gpu: Path, compiler: Path) -> None:
+    path = str(compiler.parent)
+    assert prepared(SMALL_VOCABULARY, PATH=path) == "1"
+    assert prepared(SMALL_VOCABULARY + 1, PATH=path) is None
+    assert prepared(None, PATH=path) is None
+    assert prepared(100, enforce_eager=False, PATH=path) is None
 
 
-def test_another_engine_compiles_where_a_compiler_is(gpu: Path, compiler: Path) -> None:
-    assert prepared(False, PATH=str(compiler.parent)) is None
-    assert prepared(False, PATH="", CXX=str(compiler)) is None
-
-
-def test_without_a_compiler_nothing_is_compiled(gpu: Path, compiler: Path) -> None:
-    assert prepared(False, PATH=str(gpu.parent)) == "1"
+def test_it_is_off_where_no_compiler_is(gpu: Path, compiler: Path) -> None:
+    assert prepared(150_000, PATH=str(gpu.parent)) == "1"
     # torch takes $CXX at its word, whatever else is there.
-    assert prepared(False, PATH=str(compiler.parent), CXX="no-such-compiler") == "1"
+    assert prepared(150_000, PATH=str(compiler.parent), CXX="no-such-compiler") == "1"
+    assert prepared(150_000, PATH=str(gpu.parent), CXX=str(compiler)) is None
 
 
 def test_gpus_and_what_the_user_set_are_left_alone(gpu: Path) -> None:
-    assert prepared(True, PATH="", TORCHDYNAMO_DISABLE="0") == "0"
+    assert prepared(100, PATH="", TORCHDYNAMO_DISABLE="0") == "0"
     gpu.touch()
-    assert prepared(True, PATH="") is None
+    assert prepared(100, PATH="") is None
+
+
+def test_the_vocabulary_is_that_of_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 103}')
+    assert environment.vocab_size(tmp_path) == 103
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 103}}')
+    assert environment.vocab_size(tmp_path) is None
