@@ -90,6 +90,7 @@ class Training:
         learner = self._learner = await self._torch(Learner, recipe)
         attempt = await self._begin_attempt(checkpoints)
         self._record.set_clock(attempt=attempt, step=0)
+        self._lifecycle.details["attempt"] = str(attempt)
         self._store = PolicyStore(
             checkpoints=checkpoints,
             attempt=attempt,
@@ -116,6 +117,7 @@ class Training:
     async def _course(self) -> bool:
         """Everything between the first version and the end; True."""
         await self._publish()
+        await self._lifecycle.set_ready(True)
         await self._evaluate("before")
         await guarded(self._steps(), self._dispatch(), self._reconcile())
         if self._store.step_of[self._store.version] != self._applied:
@@ -191,7 +193,6 @@ class Training:
         if not await self._servicer.wait_served(version, timeout_s=SYNCED_WITHIN_S):
             structlog.get_logger().warning("not all generators serve the version to evaluate")
         self._lifecycle.enter(f"evaluating {when} training")
-        await self._lifecycle.set_ready(True)
         found = await evaluate(
             self._queue,
             self._rows.evaluation,
