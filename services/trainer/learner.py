@@ -5,7 +5,6 @@ All methods run on one thread of their own, never on the event loop; the service
 """
 
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,13 +64,9 @@ class Learner:
             trained_token_budget=self._recipe.trained_token_budget,
         )
 
-    def accumulate(self, samples: Sequence[TrainSample]) -> float:
-        """Forward and backward of one row; the seconds that packing took."""
-        begin_s = time.perf_counter()
-        row = pack(samples)
-        packing_s = time.perf_counter() - begin_s
-        self._step.accumulate(row)
-        return packing_s
+    def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        """Pack samples into one row; forward and backward of it."""
+        self._step.accumulate(pack(samples))
 
     def finish(self) -> StepResult:
         """The optimizer's part of the step."""

@@ -260,7 +260,9 @@ class Training:
                 wanted = min(wanted, remaining)
             if len(groups) >= wanted:
                 return groups
+            begin_s = time.monotonic()
             deliveries = await self._queue.take(wanted - len(groups), wait=False)
+            times.data_s += time.monotonic() - begin_s
             if not deliveries:
                 begin_s = time.monotonic()
                 deliveries = await self._queue.take(wanted - len(groups))
@@ -353,12 +355,14 @@ class Training:
         begin_s = time.monotonic()
         plan = await self._torch(learner.plan, forwarded)
         rows = [[forwarded[index] for index in row] for row in plan.rows]
-        times.data_s += time.monotonic() - begin_s
         for row in rows:
-            times.data_s += await self._torch(learner.accumulate, row)
+            await self._torch(learner.accumulate, row)
         result = await self._torch(learner.finish)
         times.fwd_s, times.fwd_bwd_s = result.fwd_s, result.fwd_bwd_s
         times.optimizer_s = result.optimizer_s
+        # Planning, packing, and the way to the torch thread and back.
+        computed_s = result.fwd_bwd_s + result.optimizer_s
+        times.data_s += time.monotonic() - begin_s - computed_s
         self._totals.steps += 1
         self._applied += result.applied
 
