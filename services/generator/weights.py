@@ -25,9 +25,7 @@ from headrace.v1 import policy_pb2_grpc
 
 from services.common.errors import UserError
 from services.common.grpc_kit import UNARY_DEADLINE_S
-
-MEMORY = Path("/dev/shm")
-"""Memory-backed storage on Linux."""
+from services.common.memory_folder import MemoryFolder
 
 RETRY_S = (0.2, 3.0)
 """Shortest and longest pause before a broken stream is opened again."""
@@ -94,12 +92,12 @@ class PolicyClient:
         self.latest: Announcement | None = None
         self._served: wire.ReportServingRequest | None = None
         self._changed = asyncio.Condition()
-        root = MEMORY if MEMORY.is_dir() else None
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-weights-", dir=root))
+        self._memory = MemoryFolder("weights")
+        self._folder = self._memory.path
 
     def close(self) -> None:
         """Remove the fetched files."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._memory.close()
 
     async def model_files(self, cache: Path) -> Path:
         """The folder with the model's configuration, tokenizer and chat template, fetched when not
@@ -229,7 +227,7 @@ class PolicyClient:
     def keep_only(self, *paths: Path) -> None:
         """Delete fetched files other than `paths`."""
         for path in self._folder.iterdir():
-            if path not in paths:
+            if path.suffix in (".safetensors", ".part") and path not in paths:
                 path.unlink(missing_ok=True)
 
     async def report(self, *, version: int, pause_s: float, canary_gap: float) -> None:

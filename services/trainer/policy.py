@@ -8,8 +8,6 @@ still want them.
 import asyncio
 import hashlib
 import os
-import shutil
-import tempfile
 import time
 import zlib
 from collections.abc import AsyncIterator
@@ -25,13 +23,11 @@ from headrace.v1 import policy_pb2_grpc
 
 from services.common import canary, grpc_kit
 from services.common.errors import UserError
+from services.common.memory_folder import MemoryFolder
 from services.common.recorder import Recorder
 
 CHUNK_BYTES = 1 << 20
 """One piece of a file on the wire."""
-
-MEMORY = Path("/dev/shm")
-"""Memory-backed storage on Linux."""
 
 MODEL_FILES = (
     "config.json",
@@ -81,8 +77,8 @@ class PolicyStore:
     def __init__(
         self, *, checkpoints: Path, attempt: int, vocab_size: int, max_staleness: int
     ) -> None:
-        root = MEMORY if MEMORY.is_dir() else None
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-policy-", dir=root))
+        self._memory = MemoryFolder("policy")
+        self._folder = self._memory.path
         self._last = checkpoints / "last_version"
         self._attempt, self._max_staleness = attempt, max_staleness
         self.canary_rows = canary.rows(vocab_size)
@@ -99,7 +95,7 @@ class PolicyStore:
 
     def close(self) -> None:
         """Remove the files."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._memory.close()
 
     def next_path(self) -> Path:
         """Where the torch thread writes the next version."""
