@@ -218,7 +218,9 @@ async def test_no_work_is_taken_before_the_first_version_or_too_far_behind_it(
         assert await seen.pending() == []
         goes_on.set()
         first, second = await seen.groups(2)
-        assert (first.oldest_version, second.oldest_version) == (1, 4)
+        assert first.oldest_version == 1
+        # The version that was being loaded is two behind: with max_staleness 2 it may serve.
+        assert second.oldest_version in (2, 3, 4)
 
 
 async def test_a_failed_load_gives_back_what_is_held(valkey_url: str, tmp_path: Path) -> None:
