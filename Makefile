@@ -40,7 +40,7 @@ format: $(INSTALLED)  ## rewrite the sources in our format
 protos: $(INSTALLED)  ## regenerate protos/python from protos/headrace
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 
-docs: $(INSTALLED)  ## regenerate docs/recipe.md from services/common/config.py
+docs: $(INSTALLED)  ## regenerate docs/recipe.md and docs/logged-metrics.md from the code
 	$(BIN)/python docs/generate.py
 
 lock: $(INSTALLED)  ## resolve pyproject.toml anew and write requirements/*.txt

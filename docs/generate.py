@@ -1,11 +1,13 @@
-"""Write docs/recipe.md from the models of the recipe: `python docs/generate.py [--check]`.
+"""Write the documents that come from code: `python docs/generate.py [--check]`.
 
-With `--check` nothing is written: the exit status is 1 when the file is not what the models say.
+recipe.md comes from the models of the recipe, logged-metrics.md from the catalogue of metrics. With
+`--check` nothing is written: the exit status is 1 when a file is not what the code says.
 """
 
 import difflib
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,9 +15,13 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from services.aggregator import documentation
 from services.common import config
 
-TARGET = Path(__file__).parent / "recipe.md"
+FOLDER = Path(__file__).parent
+
+METRICS_ORIGIN = """<!-- Written by docs/generate.py from services/aggregator: declared/*.py, and
+reading.md for the text; `make docs` writes it anew. -->"""
 
 HEAD = """# The recipe
 
@@ -143,8 +149,8 @@ def text(cell: str) -> str:
     return " ".join(cell.split()).replace("|", "\\|")
 
 
-def page() -> str:
-    """The whole document."""
+def recipe_page() -> str:
+    """The whole of recipe.md."""
     lines = [HEAD]
     for name, model in sections("", config.Recipe):
         heading = f"## `[[{name}]]`" if name and is_list(name) else f"## `[{name}]`"
@@ -162,19 +168,39 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Write the document, or compare it; the exit status."""
-    wanted = page()
-    if "--check" not in sys.argv[1:]:
-        TARGET.write_text(wanted)
-        return 0
-    present = TARGET.read_text() if TARGET.exists() else ""
+def metrics_page() -> str:
+    """The whole of logged-metrics.md; the aggregator shows the same at /docs/metrics."""
+    title, rest = documentation.markdown().split("\n", 1)
+    return f"{title}\n\n{METRICS_ORIGIN}\n{rest}"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "recipe.md": recipe_page,
+    "logged-metrics.md": metrics_page,
+}
+
+
+def is_current(name: str, wanted: str) -> bool:
+    """Whether a document is what it should be; if not, the differences are printed."""
+    path = FOLDER / name
+    present = path.read_text() if path.exists() else ""
     if present == wanted:
-        return 0
+        return True
     changes = difflib.unified_diff(present.splitlines(), wanted.splitlines(), "is", "should be")
     print("\n".join(changes))
-    print(f"docs/{TARGET.name} is not what services/common/config.py says: run `make docs`")
-    return 1
+    print(f"docs/{name} is not what the code says: run `make docs`")
+    return False
+
+
+def main() -> int:
+    """Write the documents, or compare them; the exit status."""
+    pages = {name: page() for name, page in PAGES.items()}
+    if "--check" in sys.argv[1:]:
+        current = [is_current(name, wanted) for name, wanted in pages.items()]
+        return 0 if all(current) else 1
+    for name, wanted in pages.items():
+        (FOLDER / name).write_text(wanted)
+    return 0
 
 
 if __name__ == "__main__":

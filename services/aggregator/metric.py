@@ -39,6 +39,12 @@ class Metric:
     """The reduction where a query names none."""
     producers: Services
     meaning: str
+    since: str | None = None
+    """The part of the plan that will record it, as "3 of 8"; None once it is recorded. It is taken
+    all the same when somebody records it before.
+    """
+    old_names: tuple[str, ...] = ()
+    """What earlier trainers (TRL's async GRPO) called it; one old key may have become several."""
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
@@ -65,6 +71,16 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Declarations that are read together."""
+
+    title: str
+    about: str
+    """One sentence on what they have in common."""
+    metrics: tuple[Metric, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """A declaration that a key fits."""
 
@@ -86,6 +102,18 @@ class Catalogue:
             self._exact[metric.key] = metric
             if "{" in metric.key:
                 self._patterns.append((re.compile(metric.pattern), metric))
+
+    @property
+    def renamed(self) -> dict[str, tuple[str, ...]]:
+        """Old keys, and what they are called here; a query for one is answered with the new ones.
+
+        Example: `{"step_time": ("perf/fwd_bwd_s",)}` where that metric has this old name.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for metric in self.metrics:
+            for old in metric.old_names:
+                found[old] = (*found.get(old, ()), metric.key)
+        return found
 
     def find(self, key: str) -> Found | None:
         """The declaration of a key, exact ones first; None for an unknown or a custom key."""

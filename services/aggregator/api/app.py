@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.aggregator.api import access, docs, metrics, problems, runs
+from services.aggregator.api import access, docs, metrics, problems, runs, verdict
 from services.aggregator.api.backend import Backend
 
 PROBE_S = 2.0
@@ -23,7 +23,10 @@ def create_app(backend: Backend, *, token: str | None = None) -> FastAPI:
     app = FastAPI(
         title="Headrace aggregator",
         version=version("headrace"),
-        description="Metrics, history and answers about runs.",
+        description=(
+            "Metrics, history and answers about runs. "
+            "[What each metric means, and how to read them together](docs/metrics)."
+        ),
         docs_url=None,
         redoc_url=None,
     )
@@ -33,6 +36,7 @@ def create_app(backend: Backend, *, token: str | None = None) -> FastAPI:
     needs_token = [Depends(access.token_check(token))]
     app.include_router(runs.router(backend), dependencies=needs_token)
     app.include_router(metrics.router(backend), dependencies=needs_token)
+    app.include_router(verdict.router(backend), dependencies=needs_token)
     return app
 
 

@@ -8,6 +8,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, HTMLResponse
 
+from services.aggregator.api import metric_docs
 from services.aggregator.api.problems import Problem
 
 FILES = {
@@ -46,7 +47,8 @@ def static(name: str) -> FileResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Serve /docs and describe the application in the version that it renders."""
+    """Serve the documentation, and describe the application in the version that it renders."""
+    app.include_router(metric_docs.router)  # first: /docs/{name} would take its address
     app.include_router(router)
 
     def described() -> dict[str, Any]:

@@ -15,7 +15,6 @@ from services.aggregator.history import Axis, history
 from services.aggregator.history import Query as HistoryQuery
 from services.aggregator.latest import latest
 from services.aggregator.reduce import Reduction
-from services.aggregator.renamed import RENAMED
 from services.aggregator.series import RunRow, SeriesRow, find_series
 
 MAX_POINTS = 10_000
@@ -41,10 +40,12 @@ def router(backend: Backend) -> APIRouter:
                     reductions=list(metric.reductions),
                     producers=list(metric.producers),
                     meaning=metric.meaning,
+                    since=metric.since,
+                    old_names=list(metric.old_names),
                 )
                 for metric in backend.catalogue.metrics
             ],
-            renamed={old: list(new) for old, new in RENAMED.items()},
+            renamed={old: list(new) for old, new in backend.catalogue.renamed.items()},
         )
 
     @routes.get(
@@ -164,8 +165,9 @@ def _known_series(backend: Backend, connection: Connection, run: RunRow, key: st
     declared = backend.catalogue.find(key)
     if declared is not None:
         return SeriesRow(id=-1, key=key, instrument=declared.metric.instrument)
-    if key in RENAMED:
-        raise HTTPException(404, f"{key} is called {' or '.join(RENAMED[key])} here")
+    renamed = backend.catalogue.renamed.get(key)
+    if renamed is not None:
+        raise HTTPException(404, f"{key} is called {' or '.join(renamed)} here")
     raise HTTPException(
         404,
         f"no metric {key[:80]!r} in run {run.name}; /api/v1/runs/{run.name}/metrics lists what it "

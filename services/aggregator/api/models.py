@@ -170,6 +170,10 @@ class Declared(Answer):
     producers: list[str]
     """Services that record it."""
     meaning: str
+    since: str | None
+    """The part of the plan that will record it, as "3 of 8"; null once it is recorded."""
+    old_names: list[str]
+    """What earlier trainers called it."""
 
 
 class CatalogueAnswer(Answer):

@@ -281,6 +281,11 @@ async def test_the_catalogue_is_served(client: httpx.AsyncClient) -> None:
     assert [each["key"] for each in answer["metrics"]] == [m.key for m in CATALOGUE.metrics]
     reward = next(each for each in answer["metrics"] if each["key"] == "reward")
     assert reward["reductions"][0] == "mean"
+    assert (reward["since"], reward["old_names"]) == (None, [])
+    (planned,) = (each for each in answer["metrics"] if each["key"] == "kl_ref")
+    assert planned["since"] == "5 of 8"
+    (step_time,) = (each for each in answer["metrics"] if each["key"] == "perf/fwd_bwd_s")
+    assert step_time["old_names"] == ["step_time"]
     assert answer["renamed"]["step_time"] == ["perf/fwd_bwd_s"]
 
 
@@ -313,7 +318,7 @@ async def test_the_document_is_what_the_bundled_page_renders(client: httpx.Async
 async def test_with_a_token_all_data_needs_it(backend: Backend) -> None:
     transport = httpx.ASGITransport(create_app(backend, token="s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://aggregator") as client:
-        for path in ("/healthz", "/readyz", "/docs", "/docs/swagger-ui.css", "/openapi.json"):
+        for path in ("/healthz", "/readyz", "/docs", "/docs/metrics", "/openapi.json"):
             assert (await client.get(path)).status_code == 200, path
         for path in ("/api/v1/runs", "/api/v1/catalogue", "/api/v1/runs/demo/metrics"):
             assert "bearer token" in await problem(client, path, 401)

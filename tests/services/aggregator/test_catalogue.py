@@ -1,9 +1,12 @@
+import re
+
 import pytest
 
 from services.aggregator.catalogue import CATALOGUE
+from services.aggregator.ingest import Ingest
 from services.aggregator.metric import Catalogue, Metric
 from services.aggregator.reduce import REDUCTIONS
-from services.aggregator.renamed import RENAMED
+from tests.services.aggregator.making import Producer, count
 
 
 def test_declarations_are_whole() -> None:
@@ -31,6 +34,8 @@ def test_a_unit_says_seconds_where_the_key_does() -> None:
         ("kl", "kl", None),
         ("queue/waiting/samples", "queue/waiting/{stream}", "samples"),
         ("eval/rewards/sums", "eval/rewards/{function}", "sums"),
+        ("tools/latency_s", "tools/latency_s", None),
+        ("tools/calculator/latency_s", "tools/{tool}/latency_s", "calculator"),
     ],
 )
 def test_a_key_finds_its_declaration(key: str, declared: str, value: str | None) -> None:
@@ -65,9 +70,28 @@ def test_a_key_is_declared_once() -> None:
 
 
 def test_renamed_keys_lead_to_declared_ones() -> None:
-    for old, new in RENAMED.items():
+    assert CATALOGUE.renamed["iteration_time_s"] == ("perf/step_s",)
+    assert set(CATALOGUE.renamed["queue_wait_time_s"]) == {
+        "perf/rollout_wait_s",
+        "sample/time_in_queue_s",
+    }
+    for old, new in CATALOGUE.renamed.items():
         assert CATALOGUE.find(old) is None
         assert all(CATALOGUE.find(key) is not None for key in new)
+
+
+def test_a_planned_key_names_the_part_that_records_it() -> None:
+    for metric in CATALOGUE.metrics:
+        assert metric.since is None or re.fullmatch(r"[3-8] of 8", metric.since), metric.key
+
+
+def test_a_planned_key_is_taken_all_the_same(ingest: Ingest) -> None:
+    planned = CATALOGUE.metric("tools/calculator/call_total", instrument="count")
+    assert planned.since is not None
+    receipt = Producer("generator-0", service="generator").send(
+        ingest, [("tools/calculator/call_total", count(3)), ("no/such_key", count(1))]
+    )
+    assert (receipt.accepted, [each.key for each in receipt.rejected]) == (1, ["no/such_key"])
 
 
 def test_a_rate_has_its_own_unit() -> None:

@@ -1,0 +1,1 @@
+"""What each part of the system records, declared key by key."""

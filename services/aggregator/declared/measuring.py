@@ -1,0 +1,35 @@
+"""Keys of the measuring itself."""
+
+from services.aggregator.declared.making import A, count, observed
+from services.aggregator.metric import ALL
+
+MEASURING = (
+    count(
+        "recorder/dropped_total",
+        ALL,
+        "partials",
+        "Partials dropped because the recorder's buffer was full.",
+    ),
+    count(
+        "recorder/merged_total",
+        ALL,
+        "partials",
+        "Partials merged because the recorder's buffer was full.",
+    ),
+    count(
+        "recorder/refused_total",
+        ALL,
+        "calls",
+        "Recording calls refused: a numerator without denominator, one key by two instruments.",
+    ),
+    count("ingest/deltas", A, "deltas", "Deltas added."),
+    count("ingest/duplicates", A, "batches", "Batches that came again and changed nothing."),
+    observed(
+        "ingest/gaps",
+        A,
+        "batches",
+        "Batches that are missing in the sequences so far; a late one closes its gap.",
+        default="last",
+    ),
+    count("ingest/rejected/{reason}", A, "deltas", "Deltas not taken, by reason."),
+)

@@ -1,0 +1,30 @@
+"""Keys of rewards, in training and in evaluation."""
+
+from services.aggregator.declared.making import G, S, count, observed, ratio
+
+REWARD = (
+    observed("reward", S, "reward", "Total reward of a scored conversation."),
+    observed("reward_std", S, "reward", "Standard deviation of the rewards within a group."),
+    observed(
+        "rewards/{function}",
+        S,
+        "reward",
+        "One function's rewards; where it abstained there is no observation.",
+    ),
+    count("reward/unscored_total", S, "conversations", "Conversations that no function scored."),
+    count(
+        "reward/failed_calls_total",
+        S,
+        "calls",
+        "Calls of a reward function that raised, timed out or answered nonsense.",
+    ),
+    ratio("reward/zero_std_frac", S, "Groups without signal over groups."),
+)
+
+EVALUATION = (
+    observed("eval/reward", S, "reward", "Total reward of a greedy evaluation."),
+    observed("eval/rewards/{function}", S, "reward", "One function's rewards in evaluation."),
+    ratio("eval/mean_length", G, "Generated tokens over conversations.", unit="tokens"),
+    ratio("eval/clipped_ratio", G, "Conversations ended by length over conversations."),
+    count("eval/failed_total", G, "conversations", "Evaluation conversations that failed."),
+)

@@ -1,0 +1,223 @@
+"""Keys of conversations, their way to the queue, and what they call."""
+
+from services.aggregator.declared.making import (
+    CONVERSATIONS,
+    DELIVERY,
+    G,
+    S,
+    T,
+    count,
+    observed,
+    ratio,
+)
+
+ROLLOUT = (
+    observed(
+        "rollout/duration_s",
+        G,
+        "s",
+        "One conversation, from its first engine call to its last token.",
+    ),
+    observed("rollout/engine_s", G, "s", "Of rollout/duration_s: in the engine."),
+    observed(
+        "rollout/tool_s",
+        G,
+        "s",
+        "Of rollout/duration_s: in tools, calls at the same time counted once.",
+        since=CONVERSATIONS,
+    ),
+    observed(
+        "rollout/env_s", G, "s", "Of rollout/duration_s: in the environment.", since=CONVERSATIONS
+    ),
+    observed(
+        "rollout/request_wait_s",
+        G,
+        "s",
+        "A request's wait for a generator, by the queue server's clock.",
+    ),
+    observed("rollout/turns_mean", G, "turns", "Engine calls in one conversation."),
+    observed(
+        "rollout/turns_max", G, "turns", "Most engine calls in one conversation.", default="max"
+    ),
+    ratio(
+        "rollout/samples_per_rollout",
+        G,
+        "Training sequences over conversations: 1 unless forked or nothing to train.",
+        unit="samples",
+    ),
+    ratio(
+        "rollout/fork_frac",
+        G,
+        "Forked turn-to-turn transitions over all; absent with one turn.",
+        since=CONVERSATIONS,
+    ),
+    ratio(
+        "rollout/realign_frac",
+        G,
+        "Realigned turn-to-turn transitions over all; absent with one turn.",
+        since=CONVERSATIONS,
+    ),
+    ratio(
+        "rollout/demoted_tokens_frac",
+        G,
+        "Sampled tokens that realignment demoted to context, over sampled tokens.",
+        since=CONVERSATIONS,
+    ),
+    ratio(
+        "rollout/drift_tokens_mean",
+        G,
+        "Held tokens beyond the common prefix with a turn's re-tokenised prompt, over transitions.",
+        unit="tokens",
+        since=CONVERSATIONS,
+    ),
+    observed(
+        "rollout/drift_tokens_max",
+        G,
+        "tokens",
+        "Most such tokens at one transition.",
+        default="max",
+        since=CONVERSATIONS,
+    ),
+    count(
+        "rollout/cancelled_total",
+        G,
+        "conversations",
+        "Conversations cancelled because their group had become too old.",
+        since=DELIVERY,
+    ),
+    count(
+        "rollout/ended/{reason}",
+        G,
+        "conversations",
+        "How conversations ended: stop, length, context, turns, time.",
+    ),
+    count(
+        "rollout/untrained_sequence_total",
+        G,
+        "sequences",
+        "Sequences without a trained token.",
+        since=CONVERSATIONS,
+    ),
+    count(
+        "rollout/generated_tok_s",
+        G,
+        "tokens",
+        "Generated tokens of the whole fleet, a second: all that the engines produced, also what "
+        "was demoted or dropped later.",
+        default="rate",
+        old_names=("generation_tok_per_s",),
+    ),
+    observed(
+        "rollout/inflight",
+        G,
+        "conversations",
+        "Conversations running, added up over the replicas that report.",
+        default="sum_last",
+    ),
+    ratio("rollout/slots_busy_frac", G, "Slot-seconds in use over all slot-seconds."),
+    ratio(
+        "rollout/slots_starved_frac",
+        G,
+        "Slot-seconds free while no request waited, over all: pacing or a slow trainer.",
+    ),
+    count(
+        "rollout/failed_total",
+        G,
+        "conversations",
+        "Conversations that failed; they are never scored as zero.",
+    ),
+    count("rollout/failed/{reason}", G, "conversations", "Conversations that failed, by reason."),
+    count("rollout/vllm_retry_total", G, "calls", "Engine calls tried again.", since=CONVERSATIONS),
+    count(
+        "rollout/score_block_s", G, "s", "Generation held back because the groups stream was full."
+    ),
+    observed("rollout/score_s", S, "s", "Scoring of one group.", old_names=("scoring_time_ms",)),
+    observed(
+        "rollout/score_wait_s",
+        S,
+        "s",
+        "A group's wait for a scorer, by the queue server's clock.",
+        old_names=("wait_scoring_ms",),
+    ),
+    observed(
+        "rollout/score_queue_size",
+        T,
+        "groups",
+        "Groups waiting to be scored; by the trainer, to be known also with no scorer alive.",
+        default="last",
+    ),
+    ratio("rollout/scorer_busy_frac", S, "Time with at least one group in work, over time."),
+    count(
+        "rollout/backpressure_s", S, "s", "Scoring held back because the rollout queue was full."
+    ),
+)
+
+COMPLETIONS = (
+    ratio("completions/mean_length", G, "Generated tokens over conversations.", unit="tokens"),
+    observed(
+        "completions/max_length", G, "tokens", "Most tokens of a conversation.", default="max"
+    ),
+    observed(
+        "completions/min_length", G, "tokens", "Fewest tokens of a conversation.", default="min"
+    ),
+    ratio(
+        "completions/clipped_ratio",
+        G,
+        "Conversations ended by length, on none of the model's end tokens, over conversations.",
+    ),
+)
+
+TOOLS = (
+    observed(
+        "tools/call_frequency",
+        G,
+        "calls",
+        "Calls of tools in one conversation.",
+        since=CONVERSATIONS,
+    ),
+    ratio("tools/failure_frequency", G, "Failed calls over calls.", since=CONVERSATIONS),
+    count(
+        "tools/{tool}/call_total",
+        G,
+        "calls",
+        "Calls of a tool that the recipe declares.",
+        since=CONVERSATIONS,
+    ),
+    count(
+        "tools/{tool}/failure_total",
+        G,
+        "calls",
+        "Calls of this tool that failed.",
+        since=CONVERSATIONS,
+    ),
+    count(
+        "tools/unknown_name_total",
+        G,
+        "calls",
+        "Calls of a tool that does not exist: a fault of the policy, not of the environment.",
+        since=CONVERSATIONS,
+    ),
+    observed("tools/latency_s", G, "s", "One call of any tool.", since=CONVERSATIONS),
+    observed("tools/{tool}/latency_s", G, "s", "One call of this tool.", since=CONVERSATIONS),
+    observed("tools/parallel_calls_mean", G, "calls", "Calls in one turn.", since=CONVERSATIONS),
+    ratio(
+        "tools/loop_exhausted_frac",
+        G,
+        "Conversations cut off while still asking for tools, or by an environment's time limit, "
+        "over conversations that could use tools or an environment.",
+        since=CONVERSATIONS,
+    ),
+)
+
+ENVIRONMENT = (
+    observed(
+        "env/reset_s", G, "s", "Reset of an environment for one conversation.", since=CONVERSATIONS
+    ),
+    observed(
+        "env/reward_s",
+        G,
+        "s",
+        "An environment's own reward of one conversation.",
+        since=CONVERSATIONS,
+    ),
+)

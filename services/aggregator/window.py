@@ -1,0 +1,116 @@
+"""What a verdict rests on: a window of a run's steps, and what was measured meanwhile.
+
+A value that was not measured is None, never 0.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+
+Shares = Mapping[str, float | None]
+"""Parts of a step over its length, by name: 0 to 1, or None where absent."""
+
+STEP_PARTS = (
+    "rollout_wait_s",
+    "straggler_wait_s",
+    "data_s",
+    "fwd_bwd_s",
+    "optimizer_s",
+    "weight_sync_s",
+    "unaccounted_s",
+)
+"""What is read of each step, under `perf/`, beside perf/step_s."""
+
+TRAINING = ("fwd_bwd_s", "optimizer_s", "data_s")
+"""The trainer's own work on a step; its sum over the step is the share `training_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step. Raises ValueError for a length that is not above 0, or a part that is not
+    finite."""
+
+    step: int
+    step_s: float
+    rollout_wait_s: float | None = None
+    straggler_wait_s: float | None = None
+    data_s: float | None = None
+    fwd_bwd_s: float | None = None
+    optimizer_s: float | None = None
+    weight_sync_s: float | None = None
+    unaccounted_s: float | None = None
+
+    def __post_init__(self) -> None:
+        parts = [getattr(self, part) for part in STEP_PARTS]
+        if not self.step_s > 0 or not all(
+            math.isfinite(part) for part in (self.step_s, *parts) if part is not None
+        ):
+            raise ValueError(f"step {self.step}: its parts must be finite, and step_s above 0")
+
+    def seconds(self, *parts: str) -> float | None:
+        """The parts added up; None when one is absent."""
+        found = [getattr(self, part) for part in parts]
+        return None if None in found else math.fsum(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What a verdict rests on. Beside the steps: values pooled over all of them, None where
+    absent. Raises ValueError for one that is not finite."""
+
+    steps: tuple[Step, ...]
+    groups_per_step: float | None = None
+    groups_waiting: float | None = None
+    samples_waiting: float | None = None
+    """Mean groups that waited for a scorer, and for the trainer."""
+    slots_busy_frac: float | None = None
+    slots_starved_frac: float | None = None
+    scorer_busy_frac: float | None = None
+    score_block_s: float | None = None
+    backpressure_s: float | None = None
+    outstanding_frac: float | None = None
+    generator_paused_frac: float | None = None
+    duration_s: float | None = None
+    tool_s: float | None = None
+    env_s: float | None = None
+    """Mean seconds of a conversation, and of it in tools and in the environment."""
+    groups_generated: float | None = None
+    groups_scored: float | None = None
+    """Groups that these stages took in the window; None when none."""
+    tool_latency_s: Mapping[str, float] = field(default_factory=dict)
+    """Total seconds of calls, by tool."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{each.name}: {value} is no measurement")
+
+
+def share_of_step(steps: Iterable[Step], *parts: str) -> float | None:
+    """Median seconds of the parts over the median step; None when fewer than half of the steps have
+    them all."""
+    steps = tuple(steps)
+    found = [(each.seconds(*parts), each.step_s) for each in steps]
+    known = [(seconds, step_s) for seconds, step_s in found if seconds is not None]
+    if not known or 2 * len(known) < len(steps):
+        return None
+    # Of the same steps: the median of what is never above the step is never above its median.
+    share = statistics.median(part for part, _ in known) / statistics.median(s for _, s in known)
+    # The parts are timed apart from the step: their sum may differ from it by a clock's tick.
+    return min(1.0, max(0.0, share))
+
+
+def all_shares(steps: tuple[Step, ...]) -> Shares:
+    """All parts of STEP_PARTS and `training_s`, over some steps or of one."""
+    shares = {part: share_of_step(steps, part) for part in STEP_PARTS}
+    return {**shares, "training_s": share_of_step(steps, *TRAINING)}
+
+
+def environment_frac(window: Window) -> float | None:
+    """Of a conversation: in tools and the environment, whichever of them the run has."""
+    parts = [part for part in (window.tool_s, window.env_s) if part is not None]
+    if not parts or not window.duration_s or window.duration_s < 0:
+        return None
+    return min(1.0, max(0.0, sum(parts) / window.duration_s))
