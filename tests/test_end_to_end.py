@@ -23,7 +23,7 @@ import pytest
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic.toml"
 
-STEPS = 150
+STEPS = 130
 
 SETTINGS = {
     "trainer.max_steps": STEPS,
@@ -41,10 +41,10 @@ REWARDS = """
 import asyncio
 
 async def slow(texts, answer):
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.75)
     return [float(text == right) for text, right in zip(texts, answer)]
 """
-"""Holds a step up to half a second at least, so that a killed generator is back before the last."""
+"""Holds a step up to three quarters of a second: a killed generator is back before the last."""
 
 LIMIT_S = 280
 """Patience with the whole run, two starts of vLLM included."""
