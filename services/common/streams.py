@@ -128,6 +128,8 @@ class Stage:
         `version` is the policy version that a generator serves now: it is noted as the one the
         group began with.
         """
+        if self._renewal is not None and self._renewal.done():
+            self._renewal.result()  # raises what ended it: without renewal nothing may be taken
         if limit < 1 or any(e.deliveries > ALONE_AFTER_DELIVERIES for e in self._held.values()):
             await asyncio.sleep(0.05)
             return []

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from headrace.v1 import generator_pb2, generator_pb2_grpc, metrics_pb2
 from headrace.v1 import rollout_pb2 as wire
 
 from services.common import grpc_kit, queue
+from services.common.background import unless
 from services.common.command import Invocation
 from services.common.config import Recipe
 from services.common.lifecycle import Lifecycle, announce, cancel
@@ -295,15 +297,10 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
         self, stage: Stage, entry: Entry, runner: GroupRunner, serving: Serving, recorder: Recorder
     ) -> None:
         """One entry from request to hand-off; cancelled when the claim is lost."""
-        work = asyncio.create_task(self._group(stage, entry, runner, serving, recorder))
-        lost = asyncio.create_task(entry.lost.wait())
         try:
-            await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
+            await unless(entry.lost, self._group(stage, entry, runner, serving, recorder))
         finally:
             self._starting.discard(entry)
-            await cancel(work, lost)
             self._handing.discard(entry)
 
     async def _group(
@@ -311,9 +308,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
     ) -> None:
         try:
             request = wire.RolloutRequest.FromString(entry.data)
-        except (
-            Exception
-        ) as error:  # protobuf raises DecodeError, whose class differs between back ends
+        except DecodeError as error:
             await stage.refuse(entry, reason=f"request does not parse: {error}")
             return
         if entry.wait_s is not None and not entry.evaluation:

@@ -8,14 +8,14 @@ reward function. unblocked_by: generators, the trainer.
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import structlog
 from headrace.v1 import metrics_pb2, rollout_pb2, scorer_pb2, scorer_pb2_grpc
 
 from services.common import grpc_kit, lifecycle, queue, workers
+from services.common.background import unless
 from services.common.command import Invocation
 from services.common.config import Recipe
 from services.common.errors import UserError
@@ -33,8 +33,6 @@ away.
 
 GIVE_BACK_S = 5.0
 """To give back what is held; past it the queue's takeover does the same, later."""
-
-T = TypeVar("T")
 
 
 class Scorer:
@@ -159,18 +157,6 @@ class Servicer(scorer_pb2_grpc.ScorerServiceServicer):  # type: ignore[misc,unus
         except rewards.RewardError as error:
             code, reason, message = grpc.StatusCode.FAILED_PRECONDITION, "BAD_REWARDS", str(error)
         await grpc_kit.abort(context, code, reason, message)
-
-
-async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Await `work`, but cancel it and return None as soon as `event` is set."""
-    task, signal = asyncio.create_task(work), asyncio.create_task(event.wait())
-    try:
-        await asyncio.wait({task, signal}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for each in (task, signal):
-            each.cancel()
-        await asyncio.gather(task, signal, return_exceptions=True)
 
 
 async def run_stage(

@@ -13,7 +13,7 @@ from typing import Any
 
 from services.common.config import Queue
 from services.common.errors import Fenced, UserError
-from services.common.queue import BLOCK_S, EVALUATION_OF, GROUP, QueueClient
+from services.common.queue import BLOCK_S, GROUP, QueueClient
 
 CONSUMER_IDLE_MS = 3_600_000
 """A consumer idle for so long with nothing pending belonged to a worker that is gone."""
@@ -227,6 +227,3 @@ class RunQueue:
 def _wait_s(entry_id: bytes, now_ms: int) -> float | None:
     wait_s = (now_ms - int(entry_id.split(b"-")[0])) / 1000
     return wait_s if wait_s >= 0 else None
-
-
-assert set(GAUGED) == set(EVALUATION_OF)

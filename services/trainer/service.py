@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from headrace.v1 import policy_pb2_grpc
 
 from services.common import grpc_kit, queue
+from services.common.background import unless
 from services.common.command import Invocation
 from services.common.lifecycle import Lifecycle, announce
 from services.common.recorder import Recorder
-from services.trainer.background import unless
 from services.trainer.policy import PolicyServicer
 from services.trainer.run_queue import RunQueue
 from services.trainer.training import Training

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 import structlog
 from headrace.v1 import metrics_pb2
 
+from services.common.background import guarded, unless
 from services.common.config import Recipe
 from services.common.errors import UserError
 from services.common.lifecycle import Lifecycle
 from services.common.recorder import Recorder
 from services.trainer import dataset
-from services.trainer.background import guarded, unless
 from services.trainer.dispatch import REASONS, Dispatcher
 from services.trainer.evaluation import Evaluation, evaluate, request_of
 from services.trainer.intake import AdmittedGroup, Poison, Policy, Refused, admit

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import redis
+from redis.exceptions import ResponseError
 
 from services.common import queue
 from services.common.config import Queue
@@ -131,6 +132,18 @@ async def test_renewal_keeps_slow_work_and_a_stolen_claim_is_noticed(queue_url: 
             await client.raw.xclaim(key, GROUP, "thief", 0, [entry.entry_id])
             await asyncio.wait_for(entry.lost.wait(), 5)
             assert slow.held == 0
+
+
+async def test_a_worker_whose_renewal_has_failed_takes_nothing_more(queue_url: str) -> None:
+    async with connected(queue_url) as client:
+        await started(client, "a")
+        async with stage(client) as worker:
+            await client.raw.delete(client.keys.clock)
+            await client.raw.set(client.keys.clock, "not a hash")  # what no retry will mend
+            assert worker._renewal is not None
+            await asyncio.wait({worker._renewal}, timeout=5)
+            with pytest.raises(ResponseError):
+                await worker.take(1)
 
 
 async def test_renewal_of_a_zombie_does_not_steal_back(queue_url: str) -> None:

@@ -5,8 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import grpc
@@ -14,6 +13,7 @@ import pytest
 from headrace.v1 import generator_pb2, generator_pb2_grpc, status_pb2, status_pb2_grpc
 
 from tests.conftest import free_port
+from tests.processes import service
 from tests.waiting import PATIENCE_S, until
 
 RECIPE = """
@@ -32,17 +32,9 @@ def arguments(folder: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "services.generator", str(recipe), "--replica", "0", *sets]
 
 
-@contextmanager
-def generator(folder: Path, *overrides: str) -> Iterator["subprocess.Popen[bytes]"]:
+def generator(folder: Path, *overrides: str) -> AbstractContextManager["subprocess.Popen[bytes]"]:
     """The process; its log is in `folder/log`, its ports in `folder/ports`."""
-    command = [*arguments(folder, *overrides), "--announce", str(folder / "ports")]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stderr=log)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    return service(arguments(folder, *overrides), folder)
 
 
 @pytest.mark.slow

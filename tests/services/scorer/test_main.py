@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from headrace.v1 import (
 )
 
 from tests.conftest import free_port
+from tests.processes import service
 from tests.services.scorer.groups import group_of
 from tests.waiting import PATIENCE_S, until
 
@@ -87,17 +88,9 @@ def test_a_users_mistake_is_one_line_and_status_2(tmp_path: Path, override: str,
     assert "Traceback" not in ended.stderr
 
 
-@contextmanager
-def scorer(folder: Path, *overrides: str) -> Iterator["subprocess.Popen[bytes]"]:
+def scorer(folder: Path, *overrides: str) -> AbstractContextManager["subprocess.Popen[bytes]"]:
     """The process; its log is in `folder/log`, its ports in `folder/ports`."""
-    command = [*arguments(folder, *overrides), "--announce", str(folder / "ports")]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stderr=log)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    return service(arguments(folder, *overrides), folder)
 
 
 async def until_serving(health_port: int) -> None:

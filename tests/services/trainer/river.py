@@ -19,6 +19,7 @@ from headrace.v1 import policy_pb2_grpc, rollout_pb2
 from safetensors.torch import load
 
 from services.common import grpc_kit, queue
+from services.common.background import guarded
 from services.common.config import (
     Data,
     Evaluation,
@@ -37,7 +38,6 @@ from services.common.partials import Count
 from services.common.queue import QueueClient
 from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
-from services.trainer.background import guarded
 from services.trainer.logprobs import sequence_logprobs
 from services.trainer.policy import PolicyServicer
 from services.trainer.run_queue import RunQueue

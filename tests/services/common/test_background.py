@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.background import guarded, unless
+from services.common.background import guarded, unless
 
 
 async def for_ever(ended: list[str] | None = None) -> None:
