@@ -1,13 +1,14 @@
-"""The history of one series: its partials, merged into at most `max_points` windows and reduced.
+"""The history of one series: its partials, merged into windows and reduced.
 
-By step a window is a number of steps of the surviving line; by time a number of 10 s buckets, of
-all attempts. A window without a partial has no point; one whose value is absent has a point of
-None, so that steps never shift.
+By step a window is a number of steps of the surviving line (or of one attempt); by time a number of
+10 s buckets, of all attempts. Windows begin at multiples of their width. A window without a partial
+has no point; one whose value is absent has a point of None, so that steps never shift.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sqlalchemy import ColumnElement, Connection, Select, select
@@ -45,7 +46,14 @@ class Query:
     since: float | None = None
     until: float | None = None
     max_points: int = 1000
+    """Windows are made so wide that all of the range has at most so many."""
     by_producer: bool = False
+    attempt: int | None = None
+    """Only this attempt; by default the surviving line by step, all attempts by time."""
+    width: int | None = None
+    """Steps or seconds of a window, instead of max_points: what the first page of several said."""
+    limit: int | None = None
+    """Points at most; what follows is on the next page, which begins at `History.next_x`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +61,13 @@ class Point:
     """One window's value."""
 
     x: int
-    """Its first step, or its begin in seconds since 1970."""
+    """Its first step, or its begin in seconds since 1970; not before the query's `since`."""
     value: float | None
+    low: float | None = None
+    high: float | None = None
+    """The envelope: smallest and largest value of the steps (by time: 10 s) in the window, each
+    reduced as the window is. None in a window of one step, and where a reduction has none.
+    """
     num_nan: int = 0
     num_pos_inf: int = 0
     num_neg_inf: int = 0
@@ -68,41 +81,77 @@ class History:
     width: int
     points: tuple[Point, ...]
     by_producer: dict[str, tuple[Point, ...]]
+    next_x: int | None = None
+    """Where the next page begins; None after the last."""
 
 
 def history(connection: Connection, run: RunRow, series: SeriesRow, query: Query) -> History:
     """The points of a series. Raises ValueError for a reduction that its instrument has not."""
     rows = connection.execute(_rows(run, series, query)).mappings().all()
-    if not rows:
-        return History(width=1, points=(), by_producer={})
     column, unit = ("step", 1) if query.axis == "step" else ("bucket", BUCKET_S)
+    if not rows:
+        return History(width=query.width or unit, points=(), by_producer={})
     low = min(row[column] for row in rows)
     high = max(row[column] for row in rows)
     width = -(-(high - low + 1) // query.max_points)
+    while high // width - low // width >= query.max_points:
+        width += 1
+    if query.width is not None:
+        width = query.width // unit
     lengths = _lengths(connection, run, query)
     windows: defaultdict[int, defaultdict[int, list[Partial]]]
     windows = defaultdict(lambda: defaultdict(list))
+    fine: defaultdict[int, defaultdict[int, list[Partial]]]
+    fine = defaultdict(lambda: defaultdict(list))
     for row in rows:
         partial = from_row(series.instrument, row)
         if isinstance(lengths, StepLengths) and row["step"] not in lengths:
             # What a step of unknown length counted must not be divided by the others' seconds.
             partial = Count()
-        windows[(row[column] - low) // width][row["producer_id"]].append(partial)
+        windows[row[column] // width][row["producer_id"]].append(partial)
+        fine[row[column] // width][row[column]].append(partial)
+    numbers = sorted(windows)
+    chosen, rest = numbers, []
+    if query.limit is not None:
+        chosen, rest = numbers[: query.limit], numbers[query.limit :]
+    begin = unit * low if query.since is None else max(unit * low, math.ceil(query.since))
     merged = [
         (
-            (low + window * width) * unit,
-            {producer: _merged(found) for producer, found in sorted(producers.items())},
+            max(window * width * unit, begin if window == low // width else 0),
+            {producer: _merged(found) for producer, found in sorted(windows[window].items())},
         )
-        for window, producers in sorted(windows.items())
+        for window in chosen
     ]
     pooled = _points(merged, query.reduction, width * unit, lengths)
+    if width > 1:
+        pooled = tuple(
+            replace(each, low=envelope[0], high=envelope[1])
+            for each, window in zip(pooled, chosen, strict=True)
+            for envelope in [_envelope(fine[window].values(), query)]
+        )
     by_producer = {}
     if query.by_producer:
         names = _producer_names(connection, run)
         for producer in sorted({p for _, partials in merged for p in partials}):
             alone = [(x, {producer: held[producer]}) for x, held in merged if producer in held]
             by_producer[names[producer]] = _points(alone, query.reduction, width * unit, lengths)
-    return History(width=width * unit, points=pooled, by_producer=by_producer)
+    return History(
+        width=width * unit,
+        points=pooled,
+        by_producer=by_producer,
+        next_x=rest[0] * width * unit if rest else None,
+    )
+
+
+def _envelope(units: Iterable[list[Partial]], query: Query) -> tuple[float | None, float | None]:
+    reduction = query.reduction
+    if reduction not in ("mean", "sum", "ratio") and not (
+        reduction == "rate" and query.axis == "time"
+    ):
+        return None, None
+    values = [reduce(_merged(unit), reduction, seconds=BUCKET_S) for unit in units]
+    found = [value for value in values if value is not None]
+    return min(found, default=None), max(found, default=None)
 
 
 def _rows(run: RunRow, series: SeriesRow, query: Query) -> Select[tuple[object, ...]]:
@@ -114,9 +163,12 @@ def _rows(run: RunRow, series: SeriesRow, query: Query) -> Select[tuple[object, 
     )
     axis: ColumnElement[int] = table.c.step
     if query.axis == "step":
-        statement = statement.where(on_line(run.line))
+        if query.attempt is None:
+            statement = statement.where(on_line(run.line))
     else:
         axis = table.c.bucket * BUCKET_S
+    if query.attempt is not None:
+        statement = statement.where(table.c.attempt == query.attempt)
     if query.since is not None:
         statement = statement.where(axis >= query.since)
     if query.until is not None:
@@ -161,7 +213,13 @@ def _points(
 def point(x: int, value: float | None, pooled: Partial) -> Point:
     """A point, with the counts of what is in no sum."""
     if isinstance(pooled, Observation):
-        return Point(x, value, pooled.num_nan, pooled.num_pos_inf, pooled.num_neg_inf)
+        return Point(
+            x,
+            value,
+            num_nan=pooled.num_nan,
+            num_pos_inf=pooled.num_pos_inf,
+            num_neg_inf=pooled.num_neg_inf,
+        )
     return Point(x, value)
 
 

@@ -54,6 +54,8 @@ runs = Table(
     Column("name", Text, nullable=False, unique=True),
     Column("first_s", Double, nullable=False),
     Column("last_s", Double, nullable=False),
+    # How long it is kept after it was last heard of; null: as long as the aggregator keeps runs.
+    Column("keep_s", Double),
 )
 
 attempts = Table(
