@@ -8,12 +8,13 @@ refused as a whole.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.v1 import metrics_pb2 as wire
 
-from services.aggregator.histogram import Histogram
-from services.aggregator.reduce import Count, Observation, Partial, Ratio, Sum
+from services.aggregator.reduce import Instrument
 from services.common.config import RUN_NAME
+from services.common.partials import Count, Observation, Partial, Ratio, Sum
 
 MAX_INTEGER = 2**62
 """Steps, attempts, sequences and counts above this are nonsense, and would not fit the database's
@@ -39,9 +40,8 @@ class Rejected:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """One partial of one key within one step of one attempt."""
+class Delta(NamedTuple):
+    """One partial of one key within one step of one attempt. (A tuple: there are many.)"""
 
     key: str
     attempt: int
@@ -49,8 +49,9 @@ class Delta:
     begin_s: float
     end_s: float
     """Producer's monotonic time of the first and the last value."""
+    instrument: Instrument
     partial: Partial
-    """An observation's `last_at_s` is still the producer's time here."""
+    """An observation's `last_s` is still the producer's time here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +124,17 @@ def _require(holds: bool, message: str) -> None:
 
 
 def _delta(message: wire.Delta, now_s: float) -> Delta | Rejected:
-    key = message.key
+    key, attempt, step = message.key, message.attempt, message.step
+    begin_s, end_s = message.begin_s, message.end_s
     if not 0 < len(key) <= MAX_NAME or not key.isprintable():
         return Rejected(key[:MAX_NAME], "bad_key", "a key is a printable text of 1 to 200")
-    if max(message.attempt, message.step) > MAX_INTEGER:
-        return Rejected(key, "bad_clock", f"attempt {message.attempt}, step {message.step}")
-    if not -math.inf < message.begin_s <= message.end_s <= now_s:
+    if attempt > MAX_INTEGER or step > MAX_INTEGER:
+        return Rejected(key, "bad_clock", f"attempt {attempt}, step {step}")
+    if not -math.inf < begin_s <= end_s <= now_s:
         return Rejected(
             key,
             "bad_time",
-            f"begin_s {message.begin_s} <= end_s {message.end_s} <= now_s {now_s} does not hold",
+            f"begin_s {begin_s} <= end_s {end_s} <= now_s {now_s} does not hold",
         )
     kind = message.WhichOneof("partial")
     partial: Partial | str
@@ -143,10 +145,10 @@ def _delta(message: wire.Delta, now_s: float) -> Delta | Rejected:
     elif kind == "ratio":
         partial = _ratio(message.ratio)
     else:
-        partial = "the delta holds no partial"
+        return Rejected(key, "bad_value", "the delta holds no partial")
     if isinstance(partial, str):
         return Rejected(key, "bad_value", partial)
-    return Delta(key, message.attempt, message.step, message.begin_s, message.end_s, partial)
+    return Delta(key, attempt, step, begin_s, end_s, kind, partial)
 
 
 def _event(message: wire.GroupEvent, now_s: float) -> GroupEvent | Rejected:
@@ -173,14 +175,15 @@ def _event(message: wire.GroupEvent, now_s: float) -> GroupEvent | Rejected:
 
 
 def _count(partial: wire.CountPartial) -> Count | str:
-    if not math.isfinite(partial.sum) or partial.sum < 0:
-        return f"a count's sum must be finite and not negative, not {partial.sum}"
-    return Count(Sum(partial.sum))
+    number = partial.sum
+    if not 0 <= number < math.inf:
+        return f"a count's sum must be finite and not negative, not {number}"
+    return Count(Sum(number))
 
 
 def _ratio(partial: wire.RatioPartial) -> Ratio | str:
     numerator, denominator = partial.numerator, partial.denominator
-    if not (math.isfinite(numerator) and math.isfinite(denominator)) or denominator < 0:
+    if not (math.isfinite(numerator) and 0 <= denominator < math.inf):
         return (
             f"a ratio needs finite numbers and no negative denominator: {numerator}/{denominator}"
         )
@@ -190,31 +193,28 @@ def _ratio(partial: wire.RatioPartial) -> Ratio | str:
 
 
 def _observation(partial: wire.ObservationPartial, now_s: float) -> Observation | str:
-    histogram = Histogram(dict(partial.positive), dict(partial.negative), partial.zeros)
+    n, total, last_s = partial.n, partial.sum, partial.last_s
     bad = (partial.num_nan, partial.num_pos_inf, partial.num_neg_inf)
-    if max(partial.n, *bad) > MAX_INTEGER:
+    if n > MAX_INTEGER or max(bad) > MAX_INTEGER:
         return "an observation of more values than can be"
-    if histogram.n != partial.n:
-        return f"the histogram holds {histogram.n} values, n says {partial.n}"
-    if partial.n == 0:
-        if partial.sum != 0:
-            return f"a sum of {partial.sum} over no value"
+    if n == 0:
+        if total != 0:
+            return f"a sum of {total} over no value"
         return Observation(num_nan=bad[0], num_pos_inf=bad[1], num_neg_inf=bad[2])
-    if not all(partial.HasField(name) for name in ("min", "max", "last")):
+    if not (partial.HasField("min") and partial.HasField("max") and partial.HasField("last")):
         return "min, max and last are needed where n > 0"
-    if not all(map(math.isfinite, (partial.sum, partial.min, partial.max, partial.last))):
+    low, high, last = partial.min, partial.max, partial.last
+    if not (math.isfinite(total) and -math.inf < low and high < math.inf and last == last):
         return "sum, min, max and last must be finite; NaN and infinities are counted apart"
-    if not partial.min <= partial.last <= partial.max or not partial.last_s <= now_s:
+    if not low <= last <= high or not last_s <= now_s:
         return "min <= last <= max and last_s <= now_s must hold"
-    return Observation(
-        n=partial.n,
-        sum=Sum(partial.sum),
-        minimum=partial.min,
-        maximum=partial.max,
-        last=partial.last,
-        last_at_s=partial.last_s,
-        histogram=histogram,
-        num_nan=bad[0],
-        num_pos_inf=bad[1],
-        num_neg_inf=bad[2],
-    )
+    if low == high:
+        return Observation.of_equal(n, low, total=total, last_s=last_s, bad=bad)
+    buckets = partial.histogram
+    positive = dict(zip(buckets.positive_buckets, buckets.positive_counts, strict=False))
+    negative = dict(zip(buckets.negative_buckets, buckets.negative_counts, strict=False))
+    zeros = buckets.zeros
+    held = zeros + sum(positive.values()) + sum(negative.values())
+    if held != n:
+        return f"the histogram holds {held} values, n says {n}"
+    return Observation(n, Sum(total), low, high, last, last_s, positive, negative, zeros, *bad)

@@ -33,6 +33,9 @@ COUNTED = {"groups_generated": "rollout/request_wait_s", "groups_scored": "rollo
 TOOL_LATENCY = ("tools/", "/latency_s")
 """Around a tool's name."""
 
+FUNCTION_SECONDS = ("reward/function_s/", "")
+"""Around a reward function's name."""
+
 
 def read_window(connection: Connection, run: RunRow, *, num_steps: int) -> Window:
     """The last `num_steps` steps whose length is known, and what was measured during them.
@@ -56,7 +59,8 @@ def read_window(connection: Connection, run: RunRow, *, num_steps: int) -> Windo
             )
             for step in sorted(lengths)
         ),
-        tool_latency_s=_tool_latencies(connection, run, since, until),
+        tool_latency_s=_seconds_by_name(connection, run, TOOL_LATENCY, since, until),
+        function_s=_seconds_by_name(connection, run, FUNCTION_SECONDS, since, until),
         **{
             field: next(
                 iter(_history(connection, run, key, reduction, since, until, 1).values()), None
@@ -76,14 +80,23 @@ def _last_lengths(connection: Connection, run: RunRow, num_steps: int) -> dict[i
     if series is None:
         return {}
     table = schema.partials
-    of_series = (table.c.series_id == series.id) & on_line(run.line) & (table.c.n > 0)
-    newest = connection.scalars(
-        select(table.c.step)
-        .where(of_series)
-        .distinct()
-        .order_by(table.c.step.desc())
-        .limit(num_steps)
-    ).all()
+    newest: list[int] = []
+    for segment in run.line:  # the latest attempt first
+        if len(newest) == num_steps:
+            break
+        newest += connection.scalars(
+            select(table.c.step)
+            .where(
+                table.c.series_id == series.id,
+                table.c.attempt == segment.attempt,
+                table.c.step >= segment.first,
+                *((table.c.step < segment.end,) if segment.end is not None else ()),
+                table.c.n > 0,
+            )
+            .distinct()
+            .order_by(table.c.step.desc())
+            .limit(num_steps - len(newest))
+        ).all()
     if not newest:
         return {}
     since, until = min(newest), max(newest) + 1
@@ -127,11 +140,11 @@ def _observations(
     return float(found) if found else None
 
 
-def _tool_latencies(
-    connection: Connection, run: RunRow, since: int, until: int
+def _seconds_by_name(
+    connection: Connection, run: RunRow, around: tuple[str, str], since: int, until: int
 ) -> dict[str, float]:
-    """Seconds spent in each tool."""
-    before, after = TOOL_LATENCY
+    """Seconds spent in each tool, or in each reward function."""
+    before, after = around
     series, table = schema.series, schema.partials
     rows = connection.execute(
         select(series.c.key, func.sum(table.c.sum_high))

@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headrace.v1 import metrics_pb2 as wire
-
 from services.common.partials import LOG_GAMMA
 
 MAX_EXPONENT = 709.78
@@ -31,14 +29,6 @@ class Histogram:
     def n(self) -> int:
         """Values held."""
         return self.zeros + sum(self.positive.values()) + sum(self.negative.values())
-
-    def merge(self, other: "Histogram") -> "Histogram":
-        """The histogram of both sets of values; exact, in any order."""
-        return Histogram(
-            positive=_added(self.positive, other.positive),
-            negative=_added(self.negative, other.negative),
-            zeros=self.zeros + other.zeros,
-        )
 
     def percentile(self, share: float) -> float | None:
         """The smallest value that at least `share` of all values do not exceed, to 1 %; None
@@ -64,34 +54,7 @@ class Histogram:
                 return _middle(index)
         raise AssertionError("the rank is at most the number of values")
 
-    def to_bytes(self) -> bytes:
-        """As stored: the wire's own encoding, about 7 bytes a bucket (JSON needs 8 to 10)."""
-        message = wire.ObservationPartial(zeros=self.zeros)
-        message.positive.update(self.positive)
-        message.negative.update(self.negative)
-        encoded: bytes = message.SerializeToString()
-        return encoded
-
-    @staticmethod
-    def from_bytes(encoded: bytes) -> "Histogram":
-        """What to_bytes() stored."""
-        message = wire.ObservationPartial.FromString(encoded)
-        return Histogram(
-            positive=dict(message.positive), negative=dict(message.negative), zeros=message.zeros
-        )
-
 
 def _middle(index: int) -> float:
     """Geometric middle of a bucket; finite also for the bucket that holds the largest double."""
     return math.exp(min((index - 0.5) * LOG_GAMMA, MAX_EXPONENT))
-
-
-def _added(mine: Mapping[int, int], theirs: Mapping[int, int]) -> Mapping[int, int]:
-    if not theirs:
-        return mine
-    if not mine:
-        return theirs
-    both = dict(mine)
-    for index, number in theirs.items():
-        both[index] = both.get(index, 0) + number
-    return both

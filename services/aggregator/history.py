@@ -5,34 +5,37 @@ By step a window is a number of steps of the surviving line (or of one attempt);
 has no point; one whose value is absent has a point of None, so that steps never shift.
 """
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import ColumnElement, Connection, Select, select
+from sqlalchemy import Connection, select
 
-from services.aggregator import schema
-from services.aggregator.lengths import Lengths, StepLengths, WallTime, step_lengths
-from services.aggregator.lines import on_line
+from services.aggregator import schema, windows
+from services.aggregator.lengths import wall_seconds, with_step_seconds
+from services.aggregator.lines import Segment
 from services.aggregator.reduce import (
     PERCENTILES,
+    REDUCTIONS,
     Count,
     Observation,
     Partial,
     Reduction,
-    merge_all,
     reduce,
 )
-from services.aggregator.rows import COLUMNS, SCALARS, from_row
+from services.aggregator.rollup import ENVELOPE
+from services.aggregator.rows import pool
 from services.aggregator.schema import BUCKET_S
 from services.aggregator.series import RunRow, SeriesRow
+from services.aggregator.windows import StepAxis, TimeAxis, Window
 
 LIVE_S = 15.0
 """A producer whose last observation is older than this, beside the newest one, is not alive:
 sum_last leaves it out.
 """
+
+SEED_WINDOWS, SEED_POSITIONS = 8, 64
+"""How far before a page the lasts of sum_last are looked for."""
 
 Axis = Literal["step", "time"]
 
@@ -87,159 +90,175 @@ class History:
 
 def history(connection: Connection, run: RunRow, series: SeriesRow, query: Query) -> History:
     """The points of a series. Raises ValueError for a reduction that its instrument has not."""
-    rows = connection.execute(_rows(run, series, query)).mappings().all()
-    column, unit = ("step", 1) if query.axis == "step" else ("bucket", BUCKET_S)
-    if not rows:
-        return History(width=query.width or unit, points=(), by_producer={})
-    low = min(row[column] for row in rows)
-    high = max(row[column] for row in rows)
-    width = -(-(high - low + 1) // query.max_points)
-    while high // width - low // width >= query.max_points:
-        width += 1
-    if query.width is not None:
-        width = query.width // unit
-    lengths = _lengths(connection, run, query)
-    windows: defaultdict[int, defaultdict[int, list[Partial]]]
-    windows = defaultdict(lambda: defaultdict(list))
-    fine: defaultdict[int, defaultdict[int, list[Partial]]]
-    fine = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        partial = from_row(series.instrument, row)
-        if isinstance(lengths, StepLengths) and row["step"] not in lengths:
-            # What a step of unknown length counted must not be divided by the others' seconds.
-            partial = Count()
-        windows[row[column] // width][row["producer_id"]].append(partial)
-        fine[row[column] // width][row[column]].append(partial)
-    numbers = sorted(windows)
-    chosen, rest = numbers, []
-    if query.limit is not None:
-        chosen, rest = numbers[: query.limit], numbers[query.limit :]
-    begin = unit * low if query.since is None else max(unit * low, math.ceil(query.since))
-    merged = [
-        (
-            max(window * width * unit, begin if window == low // width else 0),
-            {producer: _merged(found) for producer, found in sorted(windows[window].items())},
-        )
-        for window in chosen
-    ]
-    pooled = _points(merged, query.reduction, width * unit, lengths)
-    if width > 1:
-        pooled = tuple(
-            replace(each, low=envelope[0], high=envelope[1])
-            for each, window in zip(pooled, chosen, strict=True)
-            for envelope in [_envelope(fine[window].values(), query)]
-        )
-    by_producer = {}
-    if query.by_producer:
-        names = _producer_names(connection, run)
-        for producer in sorted({p for _, partials in merged for p in partials}):
-            alone = [(x, {producer: held[producer]}) for x, held in merged if producer in held]
-            by_producer[names[producer]] = _points(alone, query.reduction, width * unit, lengths)
-    return History(
-        width=width * unit,
-        points=pooled,
-        by_producer=by_producer,
-        next_x=rest[0] * width * unit if rest else None,
-    )
-
-
-def _envelope(units: Iterable[list[Partial]], query: Query) -> tuple[float | None, float | None]:
-    reduction = query.reduction
-    if reduction not in ("mean", "sum", "ratio") and not (
-        reduction == "rate" and query.axis == "time"
-    ):
-        return None, None
-    values = [reduce(_merged(unit), reduction, seconds=BUCKET_S) for unit in units]
-    found = [value for value in values if value is not None]
-    return min(found, default=None), max(found, default=None)
-
-
-def _rows(run: RunRow, series: SeriesRow, query: Query) -> Select[tuple[object, ...]]:
-    table = schema.partials
-    # Histograms are the bulk of a row: only percentiles read them.
-    columns = COLUMNS if query.reduction in PERCENTILES else SCALARS
-    statement = select(table.c.step, table.c.producer_id, table.c.bucket, *columns).where(
-        table.c.series_id == series.id
-    )
-    axis: ColumnElement[int] = table.c.step
+    if query.reduction not in REDUCTIONS[series.instrument]:
+        raise ValueError(f"{query.reduction} is not for {series.instrument}")
+    axis: windows.Axis
+    line = run.line if query.attempt is None else (Segment(query.attempt, 0, None),)
     if query.axis == "step":
-        if query.attempt is None:
-            statement = statement.where(on_line(run.line))
+        axis = StepAxis(connection, series, line)
     else:
-        axis = table.c.bucket * BUCKET_S
-    if query.attempt is not None:
-        statement = statement.where(table.c.attempt == query.attempt)
-    if query.since is not None:
-        statement = statement.where(axis >= query.since)
-    if query.until is not None:
-        statement = statement.where(axis < query.until)
-    return statement
+        axis = TimeAxis(connection, run, series, query.attempt)
+    begin, end = windows.position(query.since, axis.unit), windows.position(query.until, axis.unit)
+    extent = axis.extent(begin, end)
+    if extent is None:
+        return History(width=query.width or axis.unit, points=(), by_producer={})
+    low, high = extent
+    if query.width is not None:
+        width = max(1, query.width // axis.unit)
+    else:
+        width = windows.width_for(low, high, max_points=query.max_points, levels=axis.levels)
+    by_source = query.by_producer or query.reduction == "sum_last"
+    found: dict[int, Window] = {}
+    at: int | None = low
+    while at is not None and (query.limit is None or len(found) < query.limit):
+        stop = high + 1
+        if query.limit is not None:
+            stop = min(stop, (at // width + query.limit - len(found)) * width)
+        found |= windows.read(
+            connection,
+            series,
+            axis,
+            begin=at,
+            end=stop,
+            width=width,
+            histograms=query.reduction in PERCENTILES,
+            by_source=by_source,
+        )
+        rest = axis.extent(stop, end) if stop <= high else None
+        at = None if rest is None else rest[0]
+    seconds: Mapping[int, float | None] = {}
+    if query.reduction == "rate" and query.axis == "step":
+        seconds = with_step_seconds(
+            connection, run, series, found, line=line, begin=low, end=high + 1, width=width
+        )
+    elif query.reduction == "rate":
+        seconds = wall_seconds(run, found, width * axis.unit)
+    names = producer_names(connection, run) if by_source else {}
+    before: dict[int, Window] = {}
+    if query.reduction == "sum_last" and begin is not None:
+        back = max(SEED_POSITIONS, SEED_WINDOWS * width)
+        before = windows.read(
+            connection, series, axis, begin=low - back, end=low, width=width, by_source=True
+        )
+    shown = _Shown(series, query, width, seconds, first=low if query.width is None else 0)
+    return History(
+        width=width * axis.unit,
+        points=shown.points(found, _seeded(series, before, names), names),
+        by_producer=_by_producer(found, before, names, shown) if query.by_producer else {},
+        next_x=None if at is None else at // width * width * axis.unit,
+    )
 
 
-def _producer_names(connection: Connection, run: RunRow) -> dict[int, str]:
-    table = schema.producers
-    rows = connection.execute(select(table.c.id, table.c.name).where(table.c.run_id == run.id))
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """How windows become points."""
+
+    series: SeriesRow
+    query: Query
+    width: int
+    seconds: Mapping[int, float | None]
+    first: int
+    """The position that the first point is not before."""
+
+    def points(
+        self, found: Mapping[int, Window], lasts: dict[str, Observation], names: Mapping[int, str]
+    ) -> tuple[Point, ...]:
+        """A point of each window. `lasts` is carried from one to the next (sum_last)."""
+        query, instrument = self.query, self.series.instrument
+        unit = 1 if query.axis == "step" else BUCKET_S
+        # What the envelope is stored of, and what it has to be divided by.
+        per = BUCKET_S if query.reduction == "rate" and query.axis == "time" else 1
+        enveloped = self.width > 1 and (query.reduction == ENVELOPE[instrument] or per > 1)
+        points = []
+        for number, window in found.items():
+            # Without a row: a count all of whose steps are of unknown length.
+            partial = pool(instrument, window.rows) if window.rows else Count()
+            if query.reduction == "sum_last":
+                value = _sum_last(lasts, window, names)
+            else:
+                value = reduce(partial, query.reduction, seconds=self.seconds.get(number))
+            low, high = (window.low, window.high) if enveloped else (None, None)
+            points.append(
+                point(
+                    max(number * self.width, self.first) * unit,
+                    value,
+                    partial,
+                    low=None if low is None else low / per,
+                    high=None if high is None else high / per,
+                )
+            )
+        return tuple(points)
+
+
+def _by_producer(
+    found: Mapping[int, Window],
+    before: Mapping[int, Window],
+    names: Mapping[int, str],
+    shown: _Shown,
+) -> dict[str, tuple[Point, ...]]:
+    """The points of each producer alone, by its name."""
+    alone: dict[str, dict[int, Window]] = {}
+    for number, window in found.items():
+        for source_id, rows in window.sources.items():
+            held = alone.setdefault(names[source_id], {}).setdefault(number, Window())
+            held.rows.extend(rows)
+            held.sources[source_id].extend(rows)
+    lasts = _seeded(shown.series, before, names)
+    return {
+        name: shown.points(alone[name], {name: lasts[name]} if name in lasts else {}, names)
+        for name in sorted(alone)
+    }
+
+
+def producer_names(connection: Connection, run: RunRow) -> dict[int, str]:
+    """By source, the name of its producer."""
+    sources, producers = schema.sources, schema.producers
+    rows = connection.execute(
+        select(sources.c.id, producers.c.name)
+        .join(producers, producers.c.id == sources.c.producer_id)
+        .where(producers.c.run_id == run.id)
+    )
     return {row.id: row.name for row in rows}
 
 
-def _lengths(connection: Connection, run: RunRow, query: Query) -> Lengths | None:
-    """How long windows last, for rates; None for other reductions."""
-    if query.reduction != "rate":
-        return None
-    if query.axis == "time":
-        return WallTime(run.first_s, run.last_s)
-    return step_lengths(connection, run, since=query.since, until=query.until)
-
-
-def _points(
-    windows: Iterable[tuple[int, Mapping[int, Partial]]],
-    reduction: Reduction,
-    width: int,
-    lengths: Lengths | None,
-) -> tuple[Point, ...]:
-    lasts: dict[int, Observation] = {}
-    points = []
-    for x, partials in windows:
-        pooled = _merged(partials.values())
-        if reduction == "sum_last":
-            value = _sum_last(lasts, partials)
-        else:
-            length_s = None if lengths is None else lengths.between(x, x + width)
-            value = reduce(pooled, reduction, seconds=length_s)
-        points.append(point(x, value, pooled))
-    return tuple(points)
-
-
-def point(x: int, value: float | None, pooled: Partial) -> Point:
+def point(
+    x: int,
+    value: float | None,
+    pooled: Partial,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+) -> Point:
     """A point, with the counts of what is in no sum."""
-    if isinstance(pooled, Observation):
-        return Point(
-            x,
-            value,
-            num_nan=pooled.num_nan,
-            num_pos_inf=pooled.num_pos_inf,
-            num_neg_inf=pooled.num_neg_inf,
-        )
-    return Point(x, value)
+    if not isinstance(pooled, Observation):
+        return Point(x, value, low, high)
+    return Point(x, value, low, high, pooled.num_nan, pooled.num_pos_inf, pooled.num_neg_inf)
 
 
-def _sum_last(lasts: dict[int, Observation], partials: Mapping[int, Partial]) -> float | None:
+def _seeded(
+    series: SeriesRow, before: Mapping[int, Window], names: Mapping[int, str]
+) -> dict[str, Observation]:
+    """The lasts that a first window begins with."""
+    lasts: dict[str, Observation] = {}
+    if series.instrument == "observation":
+        for window in before.values():
+            _sum_last(lasts, window, names)
+    return lasts
+
+
+def _sum_last(
+    lasts: dict[str, Observation], window: Window, names: Mapping[int, str]
+) -> float | None:
     """Add up each live producer's last. `lasts` is carried from window to window: replicas flush
     out of step.
     """
-    for producer, partial in partials.items():
-        if not isinstance(partial, Observation):
-            raise ValueError("sum_last: only an observation has a last value")
+    for source_id, rows in window.sources.items():
+        partial, name = pool("observation", rows), names[source_id]
+        assert isinstance(partial, Observation)
         if partial.last is not None:
-            held = lasts.get(producer)
+            held = lasts.get(name)
             if held is None or partial.last_at_s >= held.last_at_s:
-                lasts[producer] = partial
+                lasts[name] = partial
     newest_s = max((held.last_at_s for held in lasts.values()), default=0.0)
     live = [held.last for held in lasts.values() if newest_s - held.last_at_s <= LIVE_S]
     return sum(last for last in live if last is not None) if live else None
-
-
-def _merged(partials: Iterable[Partial]) -> Partial:
-    found = merge_all(partials)
-    assert found is not None
-    return found

@@ -12,12 +12,13 @@ from sqlalchemy import Connection, func, select, tuple_
 from services.aggregator import schema
 from services.aggregator.history import Point, Query, history, point
 from services.aggregator.lengths import StepLengths, step_lengths
-from services.aggregator.lines import on_line
 from services.aggregator.metric import Catalogue, Metric
-from services.aggregator.reduce import Partial, merge, reduce
-from services.aggregator.rows import SCALARS, from_row
+from services.aggregator.reduce import Partial, reduce
+from services.aggregator.rows import SCALAR_NAMES, Row, pool
 from services.aggregator.series import RunRow, SeriesRow
-from services.aggregator.transaction import KEYS_PER_SELECT
+
+KEYS_PER_SELECT = 500
+"""Steps looked up by one statement."""
 
 STEPS_BACK = 64
 """How far a replica's last value (sum_last) and a step that has ended (rate) are looked for."""
@@ -51,23 +52,28 @@ def latest(
 ) -> list[Latest]:
     """Every series of a run whose key `match` finds, by key."""
     found = _series(connection, run, match)
-    metrics = {s.id: catalogue.metric(s.key, instrument=s.instrument) for s in found}
-    heads = {s.id: _head(connection, run, s, steps) for s, steps in found.items()}
-    newest = max((head.step for head in heads.values() if head is not None), default=0)
+    metrics = {each.id: catalogue.metric(each.key, instrument=each.instrument) for each in found}
+    heads = _heads(connection, run, found)
+    newest = max((head.step for head in heads.values()), default=0)
     lengths = StepLengths({})
-    for series in found:
-        head = heads[series.id]
-        if metrics[series.id].default != "rate" or head is None:
-            continue
-        if lengths.newest is None:
-            lengths = step_lengths(connection, run, since=newest - STEPS_BACK)
-        if lengths.newest is not None and head.step > lengths.newest:
-            # The open step has no length yet: the rate is that of the last one that has ended.
-            heads[series.id] = _highest(connection, run, series, below=lengths.newest + 1)
-    partials = _at(connection, [head for head in heads.values() if head is not None])
+    rates = [each for each in found if metrics[each.id].default == "rate" and each.id in heads]
+    if rates:
+        begin = max(0, newest - STEPS_BACK)
+        lengths = StepLengths(
+            step_lengths(connection, run, line=run.line, begin=begin, end=newest + 1)
+        )
+    if lengths.newest is not None:
+        # The open step has no length yet: the rate is that of the last one that has ended.
+        ended = _heads(connection, run, rates, below=lengths.newest + 1)
+        for series in rates:
+            if heads[series.id].step > lengths.newest:
+                heads.pop(series.id)
+                if series.id in ended:
+                    heads[series.id] = ended[series.id]
+    partials = _at(connection, heads.values())
     answer = []
     for series in sorted(found, key=lambda each: each.key):
-        metric, head = metrics[series.id], heads[series.id]
+        metric, head = metrics[series.id], heads.get(series.id)
         newest_point = None
         if head is not None and metric.default == "sum_last":
             query = Query("step", "sum_last", since=head.step - STEPS_BACK)
@@ -81,64 +87,60 @@ def latest(
     return answer
 
 
-def _series(
-    connection: Connection, run: RunRow, match: re.Pattern[str] | None
-) -> dict[SeriesRow, dict[int, int]]:
-    """Matching series, each with its highest step by attempt."""
-    series, heads = schema.series, schema.heads
+def _series(connection: Connection, run: RunRow, match: re.Pattern[str] | None) -> list[SeriesRow]:
+    table = schema.series
     rows = connection.execute(
-        select(series.c.id, series.c.key, series.c.instrument, heads.c.attempt, heads.c.step)
-        .join(heads, heads.c.series_id == series.c.id)
-        .where(series.c.run_id == run.id)
+        select(table.c.id, table.c.key, table.c.instrument).where(table.c.run_id == run.id)
     )
-    found: defaultdict[SeriesRow, dict[int, int]] = defaultdict(dict)
-    for series_id, key, instrument, attempt, step in rows:
-        if match is None or match.search(key):
-            found[SeriesRow(series_id, key, instrument)][attempt] = step
-    return dict(found)
+    return [SeriesRow(*row) for row in rows if match is None or match.search(row.key)]
 
 
-def _head(
-    connection: Connection, run: RunRow, series: SeriesRow, steps: dict[int, int]
-) -> _Head | None:
-    attempt = max(steps)
-    if any(segment.holds(attempt, steps[attempt]) for segment in run.line):
-        return _Head(series, attempt, steps[attempt])
-    # Its newest steps were made again by a later attempt that has not recorded this key yet.
-    return _highest(connection, run, series, below=None)
-
-
-def _highest(
-    connection: Connection, run: RunRow, series: SeriesRow, *, below: int | None
-) -> _Head | None:
-    """The highest step of a series on the line, and its attempt."""
-    table = schema.partials
-    condition = (table.c.series_id == series.id) & on_line(run.line)
-    if below is not None:
-        condition &= table.c.step < below
-    step = connection.scalar(select(func.max(table.c.step)).where(condition))
-    if step is None:
-        return None
-    owner = next(s for s in run.line if s.holds(s.attempt, step))
-    return _Head(series, owner.attempt, step)
+def _heads(
+    connection: Connection, run: RunRow, found: Iterable[SeriesRow], *, below: int | None = None
+) -> dict[int, _Head]:
+    """By series, its highest step on the line, and below a step where one is given."""
+    series, table = schema.series, schema.partials
+    left = {each.id: each for each in found}
+    heads: dict[int, _Head] = {}
+    for segment in run.line:  # the latest attempt first
+        ends = [each for each in (segment.end, below) if each is not None]
+        highest = (
+            select(func.max(table.c.step))
+            .where(
+                table.c.series_id == series.c.id,
+                table.c.attempt == segment.attempt,
+                table.c.step >= segment.first,
+                *((table.c.step < min(ends),) if ends else ()),
+            )
+            .scalar_subquery()
+        )
+        if not left:
+            break
+        wanted = select(series.c.id, highest).where(series.c.run_id == run.id)
+        if len(left) <= KEYS_PER_SELECT:
+            wanted = wanted.where(series.c.id.in_(left))
+        for series_id, step in connection.execute(wanted):
+            if step is not None and series_id in left:
+                heads[series_id] = _Head(left.pop(series_id), segment.attempt, step)
+    return heads
 
 
 def _at(connection: Connection, heads: Iterable[_Head]) -> dict[int, Partial]:
     """The pooled partials of each head's step, by series."""
     table = schema.partials
     where = (table.c.series_id, table.c.attempt, table.c.step)
+    heads = list(heads)
     keys = [(head.series.id, head.attempt, head.step) for head in heads]
     instruments = {head.series.id: head.series.instrument for head in heads}
     pooled: dict[int, Partial] = {}
     for start in range(0, len(keys), KEYS_PER_SELECT):
-        rows = connection.execute(
-            select(table.c.series_id, *SCALARS).where(
+        rows: defaultdict[int, list[Row]] = defaultdict(list)
+        for row in connection.execute(
+            select(table.c.series_id, *(table.c[name] for name in SCALAR_NAMES)).where(
                 tuple_(*where).in_(keys[start : start + KEYS_PER_SELECT])
             )
-        )
-        for row in rows.mappings():
-            series_id = row["series_id"]
-            partial = from_row(instruments[series_id], row)
-            held = pooled.get(series_id)
-            pooled[series_id] = partial if held is None else merge(held, partial)
+        ):
+            rows[row[0]].append(row[1:])
+        for series_id, held in rows.items():
+            pooled[series_id] = pool(instruments[series_id], held)
     return pooled

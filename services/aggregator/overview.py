@@ -88,8 +88,9 @@ def attempts(connection: Connection, run: RunRow) -> list[Attempt]:
 
 def producers(connection: Connection, run: RunRow) -> list[Producer]:
     """Who has sent metrics, by name."""
-    table, boots = schema.producers, schema.boots
-    missing = func.coalesce(func.sum(boots.c.highest - boots.c.received), 0)
+    table, boots, batches = schema.producers, schema.boots, schema.batches
+    above = select(func.count()).where(batches.c.boot == boots.c.id).scalar_subquery()
+    missing = func.coalesce(func.sum(boots.c.highest - boots.c.floor - above), 0)
     rows = connection.execute(
         select(table.c.name, table.c.service, table.c.first_s, table.c.last_s, missing)
         .join(boots, boots.c.producer_id == table.c.id, isouter=True)

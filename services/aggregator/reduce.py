@@ -1,61 +1,33 @@
-"""Mergeable partials and the reductions that answer a query: the only place where numbers are
-reduced.
+"""Partials as they are read, and the reductions that answer a query: the only place where numbers
+are reduced.
 
 Three instruments. A count is a sum of events; an observation holds n, sum, min, max, last and a
 histogram; a ratio is a sum of numerators over a sum of denominators. A window's value is
-reduce(merge of its partials): a rate is never stored as a rate, a mean never as a mean. merge() is
-commutative to the bit and associative: exactly for integers, to 1e-12 relative for sums of doubles
-(they are kept in two doubles each).
+reduce(pool of its partials, rows.pool): a rate is never stored as a rate, a mean never as a mean.
+Pooling does not depend on order or split: exactly for integers, to 1e-12 relative for sums of
+doubles (they are kept in two doubles each).
 
 No observation and no denominator reduce to None, never to 0 and never to NaN. NaN and infinities
 are in no sum; the partial counts them, so that "absent", "NaN" and "infinite" can be told apart.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from services.aggregator.histogram import Histogram
-
-Instrument = Literal["count", "observation", "ratio"]
-"""What a producer sends."""
-
-Reduction = Literal[
-    "sum", "rate", "mean", "min", "max", "p50", "p95", "p99", "last", "sum_last", "ratio"
-]
-"""What a query answers. `rate` is per second of the window; `sum_last` adds up each live producer's
-last.
-"""
-
-REDUCTIONS: dict[Instrument, tuple[Reduction, ...]] = {
-    "count": ("sum", "rate"),
-    "observation": ("mean", "min", "max", "p50", "p95", "p99", "last", "sum_last"),
-    "ratio": ("ratio",),
-}
-"""By instrument, what it allows."""
+from services.common.instruments import REDUCTIONS as REDUCTIONS
+from services.common.instruments import Instrument as Instrument
+from services.common.instruments import Reduction as Reduction
 
 PERCENTILES: dict[Reduction, float] = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A sum of doubles held as an unevaluated sum of two (Knuth's two-sum), so that order and split
-    do not show.
-    """
+    """A sum of doubles held as an unevaluated sum of two, so that order and split do not show."""
 
     high: float = 0.0
     low: float = 0.0
-
-    def __add__(self, other: "Sum") -> "Sum":
-        high = self.high + other.high
-        if not math.isfinite(high):
-            return Sum(high)
-        shift = high - self.high
-        error = (self.high - (high - shift)) + (other.high - shift)
-        low = error + (self.low + other.low)
-        total = high + low
-        return Sum(total, low - (total - high))
 
     @property
     def value(self) -> float:
@@ -102,49 +74,6 @@ Partial = Count | Observation | Ratio
 INSTRUMENT_OF: dict[type, Instrument] = {Count: "count", Observation: "observation", Ratio: "ratio"}
 
 
-def merge(one: Partial, other: Partial) -> Partial:
-    """The partial of both sets of values. Raises TypeError for two instruments: they are refused
-    before, never mixed.
-    """
-    if isinstance(one, Count) and isinstance(other, Count):
-        return Count(one.sum + other.sum)
-    if isinstance(one, Ratio) and isinstance(other, Ratio):
-        return Ratio(one.numerator + other.numerator, one.denominator + other.denominator)
-    if isinstance(one, Observation) and isinstance(other, Observation):
-        return _merged(one, other)
-    raise TypeError(f"cannot merge {type(one).__name__} with {type(other).__name__}")
-
-
-def _merged(one: Observation, other: Observation) -> Observation:
-    # Of two lasts at the same time the larger is kept, so that the order of merging does not
-    # matter.
-    last_at_s, last = max(
-        (one.last_at_s, one.last),
-        (other.last_at_s, other.last),
-        key=lambda each: (each[1] is not None, each[0], each[1]),
-    )
-    return Observation(
-        n=one.n + other.n,
-        sum=one.sum + other.sum,
-        minimum=min(_present(one.minimum, other.minimum), default=None),
-        maximum=max(_present(one.maximum, other.maximum), default=None),
-        last=last,
-        last_at_s=last_at_s,
-        histogram=one.histogram.merge(other.histogram),
-        num_nan=one.num_nan + other.num_nan,
-        num_pos_inf=one.num_pos_inf + other.num_pos_inf,
-        num_neg_inf=one.num_neg_inf + other.num_neg_inf,
-    )
-
-
-def merge_all(partials: Iterable[Partial]) -> Partial | None:
-    """All of them merged; None of none."""
-    merged: Partial | None = None
-    for partial in partials:
-        merged = partial if merged is None else merge(merged, partial)
-    return merged
-
-
 def reduce(partial: Partial, reduction: Reduction, *, seconds: float | None = None) -> float | None:
     """The value of a window; None when it is absent.
 
@@ -189,7 +118,3 @@ def _observation(partial: Observation, reduction: Reduction) -> float | None:
         assert partial.maximum is not None
         return min(max(value, partial.minimum), partial.maximum)
     return partial.last
-
-
-def _present(*values: float | None) -> list[float]:
-    return [value for value in values if value is not None]

@@ -1,9 +1,10 @@
 """The tables, and the engine that they live in: the only place that knows SQLite from PostgreSQL.
 
-A partial is one row per (series, attempt, step, producer, 10 s of wall time); a series is one key
-of one run. A batch is named by (boot, sequence), a boot by (producer, boot id). Numbers are
-columns, so that a query which asks for no percentile never decodes a histogram. All times are
-seconds since 1970 by the aggregator's clock.
+A fine row is one partial of one (series, attempt, step, source, 10 s of wall time); a series is one
+key of one run, a source one producer as one writer took it, so that no row ever has two writers.
+Roll-ups are pure functions of the fine rows that they cover; what they do not cover (yet) is listed
+as stale. Numbers are columns, so that a query which asks for no percentile never decodes a
+histogram. All times are seconds since 1970 by the aggregator's clock.
 """
 
 from typing import Any
@@ -29,14 +30,35 @@ from sqlalchemy.pool import QueuePool
 
 from services.common.errors import UserError
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 """Rises with every change of the tables; a database of another version is refused."""
 
 BUCKET_S = 10
-"""Wall time of one partial."""
+"""Wall time of one fine row."""
+
+STEP_LEVELS = (8, 64, 512, 4096)
+"""Steps of a roll-up."""
+
+TIME_LEVELS = (6, 30, 360)
+"""Buckets of a roll-up by time: 1 min, 5 min, 1 h."""
+
+STEP_BLOCK, TIME_BLOCK = 64, 30
+"""What is rolled up at once, and listed as stale until it is."""
+
+TIME_LANE = -1
+"""Roll-ups and stale blocks of all attempts by time; those by step have the attempt's number."""
+
+POOLED = 0
+"""The source of a roll-up over all sources."""
 
 SQLITE_BUSY_S = 5.0
 """How long a write waits for another process that holds the file."""
+
+SQLITE_PAGE_BYTES = 2048
+"""A commit writes a page for each series that it touches: small ones write less."""
+
+SQLITE_CACHE_KIB = 65_536
+"""Pages kept in memory by each connection."""
 
 WRITER = {"headrace_writer": True}
 """Execution options of the one connection that writes."""
@@ -46,6 +68,16 @@ metadata = MetaData()
 meta = Table(
     "meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False)
 )
+
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)
+"""`revision` rises with every commit of data; up to `pruned`, changes are no longer listed; `rolls`
+tells writers that somebody has rolled up.
+"""
 
 runs = Table(
     "runs",
@@ -81,14 +113,25 @@ producers = Table(
     UniqueConstraint("run_id", "name"),
 )
 
+sources = Table(
+    "sources",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("producer_id", ForeignKey("producers.id"), nullable=False),
+    Column("writer", Text, nullable=False),
+    UniqueConstraint("producer_id", "writer"),
+)
+"""A writer is one start of one aggregator: what it has not written itself, it never reads."""
+
 boots = Table(
     "boots",
     metadata,
     Column("id", Integer, primary_key=True),
     Column("producer_id", ForeignKey("producers.id"), nullable=False),
     Column("boot_id", Text, nullable=False),
+    # All sequences up to this one have come; those above it that have come are in `batches`.
+    Column("floor", BigInteger, nullable=False),
     Column("highest", BigInteger, nullable=False),
-    Column("received", BigInteger, nullable=False),
     UniqueConstraint("producer_id", "boot_id"),
 )
 
@@ -109,43 +152,100 @@ series = Table(
     Column("declared", Text, nullable=False),
     Column("instrument", Text, nullable=False),
     UniqueConstraint("run_id", "key"),
+    # A deleted series' rows may still be there: its id must not come again.
+    sqlite_autoincrement=True,
 )
 
-heads = Table(
-    "heads",
-    metadata,
-    Column("series_id", ForeignKey("series.id"), primary_key=True),
-    Column("attempt", BigInteger, primary_key=True, autoincrement=False),
-    Column("step", BigInteger, nullable=False),
-    sqlite_with_rowid=False,
-)
-"""The highest step of each series in each attempt: the latest values without a scan."""
+
+def _partial_columns() -> list[Column[Any]]:
+    """What holds a partial."""
+    return [
+        # A sum, or a ratio's numerator, as two doubles; then a ratio's denominator.
+        Column("sum_high", Double, nullable=False),
+        Column("sum_low", Double, nullable=False),
+        Column("denominator_high", Double),
+        Column("denominator_low", Double),
+        # Of an observation only.
+        Column("n", BigInteger),
+        Column("minimum", Double),
+        Column("maximum", Double),
+        Column("last", Double),
+        Column("last_at_s", Double),
+        Column("num_nan", BigInteger),
+        Column("num_pos_inf", BigInteger),
+        Column("num_neg_inf", BigInteger),
+        Column("histogram", LargeBinary),
+    ]
+
 
 partials = Table(
     "partials",
     metadata,
-    Column("series_id", ForeignKey("series.id"), primary_key=True),
+    Column("series_id", Integer, primary_key=True, autoincrement=False),
     Column("attempt", BigInteger, primary_key=True, autoincrement=False),
     Column("step", BigInteger, primary_key=True, autoincrement=False),
-    Column("producer_id", ForeignKey("producers.id"), primary_key=True),
+    Column("source_id", Integer, primary_key=True, autoincrement=False),
     Column("bucket", BigInteger, primary_key=True, autoincrement=False),
-    # A sum, or a ratio's numerator, as two doubles; then a ratio's denominator.
-    Column("sum_high", Double, nullable=False),
-    Column("sum_low", Double, nullable=False),
-    Column("denominator_high", Double),
-    Column("denominator_low", Double),
-    # Of an observation only.
-    Column("n", BigInteger),
-    Column("minimum", Double),
-    Column("maximum", Double),
-    Column("last", Double),
-    Column("last_at_s", Double),
-    Column("num_nan", BigInteger),
-    Column("num_pos_inf", BigInteger),
-    Column("num_neg_inf", BigInteger),
-    Column("histogram", LargeBinary),
+    *_partial_columns(),
     sqlite_with_rowid=False,
 )
+
+rollups = Table(
+    "rollups",
+    metadata,
+    Column("series_id", Integer, primary_key=True, autoincrement=False),
+    Column("lane", BigInteger, primary_key=True, autoincrement=False),
+    Column("level", Integer, primary_key=True, autoincrement=False),
+    Column("source_id", Integer, primary_key=True, autoincrement=False),
+    # The first step, or bucket, that it covers.
+    Column("begin", BigInteger, primary_key=True, autoincrement=False),
+    *_partial_columns(),
+    # The envelope: extremes of the sum, mean or ratio of its steps, or buckets.
+    Column("low", Double),
+    Column("high", Double),
+    sqlite_with_rowid=False,
+)
+
+stale = Table(
+    "stale",
+    metadata,
+    Column("series_id", Integer, primary_key=True, autoincrement=False),
+    Column("lane", BigInteger, primary_key=True, autoincrement=False),
+    Column("block", BigInteger, primary_key=True, autoincrement=False),
+    sqlite_with_rowid=False,
+)
+"""Blocks whose roll-ups do not hold all of their fine rows. The newest of a lane always is one."""
+
+doomed = Table(
+    "doomed",
+    metadata,
+    Column("series_id", Integer, primary_key=True, autoincrement=False),
+)
+"""Series of deleted runs whose rows are still there."""
+
+clock = Table(
+    "clock",
+    metadata,
+    Column("run_id", ForeignKey("runs.id"), primary_key=True),
+    Column("attempt", BigInteger, primary_key=True, autoincrement=False),
+    Column("bucket", BigInteger, primary_key=True, autoincrement=False),
+    Column("first_step", BigInteger, nullable=False),
+    Column("last_step", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""The steps of the fine rows of a bucket: how rows are found by time."""
+
+changes = Table(
+    "changes",
+    metadata,
+    Column("run_id", ForeignKey("runs.id"), primary_key=True),
+    Column("revision", BigInteger, primary_key=True, autoincrement=False),
+    Column("at_s", Double, nullable=False),
+    # JSON: [[attempt, block, [series_id, ...]], ...].
+    Column("blocks", Text, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""What the commits of the last minutes have touched: live updates go on from any of them."""
 
 group_events = Table(
     "group_events",
@@ -167,7 +267,7 @@ def make_engine(database: str) -> Engine:
     try:
         url = make_url(database)
         if url.get_backend_name() != "sqlite":
-            return create_engine(url, pool_pre_ping=True)
+            return create_engine(url, pool_pre_ping=True, isolation_level="REPEATABLE READ")
         if url.database in (None, "", ":memory:"):
             raise UserError(
                 "aggregator.database: SQLite in memory keeps nothing; name a file: sqlite:///PATH"
@@ -195,7 +295,12 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None
     cursor = connection.cursor()
     # FULL: a batch that was acknowledged survives the power cut, not only the process.
-    for pragma in ("journal_mode = WAL", "synchronous = FULL"):
+    for pragma in (
+        f"page_size = {SQLITE_PAGE_BYTES}",
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        f"cache_size = -{SQLITE_CACHE_KIB}",
+    ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 

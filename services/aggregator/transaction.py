@@ -1,253 +1,140 @@
-"""What one batch may do to the store, inside one transaction.
+"""What batches may do to the store, inside one transaction.
 
-Partials are read, merged and written here, so that sums stay exact. What a transaction needs of a
-run (ids, boots, heads) is kept between transactions as a Run, which mirrors the committed rows.
+Everything that two writers could touch at once is locked in the same order by all of them: boots,
+stale blocks, clock, attempts, producers, runs, and the revision last; each of them in the order of
+its key. Ids are made before (registry.py), on PostgreSQL in transactions of their own.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from sqlalchemy import Connection, bindparam, insert, select, tuple_, update
+from sqlalchemy import Connection, case, delete, insert, select, update
+from sqlalchemy.exc import SQLAlchemyError
 
 from services.aggregator import schema
 from services.aggregator.batch import GroupEvent
-from services.aggregator.reduce import Instrument, Partial, merge
-from services.aggregator.rows import COLUMNS, from_row, to_row
+from services.aggregator.reduce import Instrument
+from services.aggregator.registry import Attempt, Block, Place, Run
+from services.aggregator.rows import COLUMN_NAMES, encode, pool, thaw
+from services.aggregator.statements import insert_new, replace, widen
+from services.common.partials import Partial
 
-KEYS_PER_SELECT = 500
-"""Rows looked up by one statement; SQLite takes 32,766 variables, five a row."""
-
-
-class Place(NamedTuple):
-    """Where a partial belongs: the primary key of its row."""
-
-    series_id: int
-    attempt: int
-    step: int
-    producer_id: int
-    bucket: int
+CLOCK_KEPT = 10_000
+"""Entries of a run's clock that are remembered."""
 
 
-@dataclass(slots=True)
-class Span:
-    """First and last of something seen."""
+Moment = tuple[int, int, int]
+"""(attempt, step, bucket)."""
 
-    id: int
-    first_s: float
-    last_s: float
+
+class RunGone(SQLAlchemyError):
+    """The run was deleted by another aggregator meanwhile; the batch can be sent again."""
 
 
 @dataclass(slots=True)
-class Attempt:
-    """Steps and times that carry an attempt's number."""
+class Changed:
+    """What a transaction has written of one run."""
 
-    first_step: int
-    last_step: int
-    first_s: float
-    last_s: float
-
-
-@dataclass(slots=True)
-class Boot:
-    """Batches of one start of one producer."""
-
-    id: int
-    highest: int
-    received: int
-
-
-@dataclass(slots=True)
-class Run:
-    """What is known of a run between transactions."""
-
-    seen: Span
+    rows: dict[Place, Partial] = field(default_factory=dict)
+    touched: defaultdict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The series of the rows, by (attempt, step, bucket)."""
     attempts: dict[int, Attempt] = field(default_factory=dict)
-    producers: dict[str, Span] = field(default_factory=dict)
-    boots: dict[tuple[int, str], Boot] = field(default_factory=dict)
-    series: dict[str, tuple[int, Instrument]] = field(default_factory=dict)
-    declared: Counter[str] = field(default_factory=Counter)
-    """How many series each declaration of the catalogue has; bounds placeholders."""
-    heads: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By (series, attempt), the highest step."""
-
-    @property
-    def missing_batches(self) -> int:
-        """Batches that later ones of the same boot say were sent, and that have not come."""
-        return sum(boot.highest - boot.received for boot in self.boots.values())
-
-    @property
-    def clock(self) -> tuple[int, int]:
-        """The latest (attempt, step); (0, 0) before the first."""
-        if not self.attempts:
-            return 0, 0
-        attempt = max(self.attempts)
-        return attempt, self.attempts[attempt].last_step
+    producers: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """First and last time that each was seen."""
 
 
 class Transaction:
-    """What one batch may do to the store."""
+    """One transaction, over batches of any number of runs."""
 
-    def __init__(self, connection: Connection, runs: dict[str, Run]) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._runs = runs
+        self._changed: dict[str, tuple[Run, Changed]] = {}
 
-    def run(self, name: str, *, first_s: float, last_s: float) -> Run:
-        """The run of this name, created when it is new, and seen from `first_s` to `last_s`."""
-        run = self._runs.get(name)
-        if run is None:
-            run = self._runs[name] = self._load(name) or self._new_run(name, first_s, last_s)
-        self._extend(schema.runs, run.seen, first_s, last_s)
-        return run
-
-    def producer(self, run: Run, name: str, *, service: str, first_s: float, last_s: float) -> int:
-        """The id of a producer, seen from `first_s` to `last_s`."""
-        span = run.producers.get(name)
-        if span is None:
-            key = self._insert(
-                schema.producers,
-                run_id=run.seen.id,
-                name=name,
-                service=service,
-                first_s=first_s,
-                last_s=last_s,
-            )
-            span = run.producers[name] = Span(key, first_s, last_s)
-        self._extend(schema.producers, span, first_s, last_s)
-        return span.id
-
-    def claim(self, run: Run, producer_id: int, boot_id: str, sequence: int) -> bool:
-        """Name a batch; False when it has been taken before."""
-        boot = run.boots.get((producer_id, boot_id))
-        if boot is None:
-            key = self._insert(
-                schema.boots, producer_id=producer_id, boot_id=boot_id, highest=0, received=0
-            )
-            boot = run.boots[producer_id, boot_id] = Boot(key, 0, 0)
-        batches = schema.batches
-        named = (batches.c.boot == boot.id) & (batches.c.sequence == sequence)
-        # A sequence above all others is new without asking.
-        if sequence <= boot.highest and self._connection.scalar(
-            select(batches.c.sequence).where(named)
+    def claim(self, claims: Mapping[int, tuple[Run, Sequence[int]]]) -> set[tuple[int, int]]:
+        """Name batches, by boot; the (boot, sequence) that were not taken before, each once."""
+        if not claims:
+            return set()
+        boots, batches = schema.boots, schema.batches
+        ids = sorted(claims)
+        # The lock: of two aggregators that got the same batch, one waits for the other's commit.
+        held = self._connection.execute(
+            select(boots.c.id, boots.c.floor, boots.c.highest)
+            .where(boots.c.id.in_(ids))
+            .order_by(boots.c.id)
+            .with_for_update()
+        ).all()
+        above: defaultdict[int, set[int]] = defaultdict(set)
+        for boot, sequence in self._connection.execute(
+            select(batches.c.boot, batches.c.sequence).where(batches.c.boot.in_(ids))
         ):
-            return False
-        self._connection.execute(insert(batches).values(boot=boot.id, sequence=sequence))
-        boot.highest, boot.received = max(boot.highest, sequence), boot.received + 1
-        self._connection.execute(
-            update(schema.boots)
-            .where(schema.boots.c.id == boot.id)
-            .values(highest=boot.highest, received=boot.received)
-        )
-        return True
+            above[boot].add(sequence)
+        taken: set[tuple[int, int]] = set()
+        for boot, floor, highest in held:
+            run, sequences = claims[boot]
+            new = {each for each in sequences if each > floor and each not in above[boot]}
+            if not new:
+                continue
+            taken.update((boot, sequence) for sequence in new)
+            self._name(boot, floor, max(highest, *new), above=above[boot], new=new, run=run)
+        return taken
 
-    def series(self, run: Run, key: str, *, declared: str, instrument: Instrument) -> int | None:
-        """The id of a key's series; None when this run holds the key by another instrument."""
-        found = run.series.get(key)
-        if found is None:
-            series_id = self._insert(
-                schema.series,
-                run_id=run.seen.id,
-                key=key,
-                declared=declared,
-                instrument=instrument,
-            )
-            found = run.series[key] = (series_id, instrument)
-            run.declared[declared] += 1
-        return found[0] if found[1] == instrument else None
-
-    def note_attempt(self, run: Run, attempt: int, seen: Attempt) -> None:
-        """Widen what is known of an attempt."""
-        known = run.attempts.get(attempt)
-        merged = seen
-        if known is not None:
-            merged = Attempt(
-                min(known.first_step, seen.first_step),
-                max(known.last_step, seen.last_step),
-                min(known.first_s, seen.first_s),
-                max(known.last_s, seen.last_s),
-            )
-        if merged == known:
-            return
-        table = schema.attempts
-        values = {
-            "first_step": merged.first_step,
-            "last_step": merged.last_step,
-            "first_s": merged.first_s,
-            "last_s": merged.last_s,
-        }
-        if known is None:
+    def _name(
+        self, boot: int, floor: int, highest: int, *, above: set[int], new: set[int], run: Run
+    ) -> None:
+        """Store the names of a boot's batches: one number up to the first gap, then rows."""
+        batches, boots = schema.batches, schema.boots
+        come, reached = above | new, floor
+        while reached + 1 in come:
+            reached += 1
+        rows = [{"boot": boot, "sequence": each} for each in sorted(new) if each > reached]
+        if rows:
+            self._connection.execute(insert(batches), rows)
+        if above and reached > floor:
             self._connection.execute(
-                insert(table).values(run_id=run.seen.id, attempt=attempt, **values)
+                delete(batches).where(batches.c.boot == boot, batches.c.sequence <= reached)
             )
-        else:
-            this = (table.c.run_id == run.seen.id) & (table.c.attempt == attempt)
-            self._connection.execute(update(table).where(this).values(**values))
-        run.attempts[attempt] = merged
+        self._connection.execute(
+            update(boots).where(boots.c.id == boot).values(floor=reached, highest=highest)
+        )
+        run.missing[boot] = highest - reached - sum(each > reached for each in come)
 
-    def add(self, run: Run, partials: Mapping[Place, Partial]) -> None:
-        """Merge partials into their rows. All of a series must have its instrument."""
-        instruments = dict(run.series.values())
+    def of(self, run: Run) -> Changed:
+        """What has been written of a run so far, to add to."""
+        return self._changed.setdefault(run.name, (run, Changed()))[1]
+
+    def row(self, run: Run, place: Place, instrument: Instrument) -> Partial | None:
+        """The row of a place, to merge into; None when there is none yet."""
+        held = run.rows.get(place)
+        if held is not None:
+            return held
+        series_id, attempt, step, source_id, bucket = place
+        head = run.heads.get((series_id, source_id))
+        if head is None or (attempt, step, bucket) > head:
+            return None
         table = schema.partials
-        key_columns = [table.c[name] for name in Place._fields]
-        places = list(partials)
-        held: dict[Place, Partial] = {}
-        for start in range(0, len(places), KEYS_PER_SELECT):
-            chunk = places[start : start + KEYS_PER_SELECT]
-            rows = self._connection.execute(
-                select(*key_columns, *COLUMNS).where(tuple_(*key_columns).in_(chunk))
+        found = self._connection.execute(
+            select(*(table.c[name] for name in COLUMN_NAMES)).where(
+                table.c.series_id == series_id,
+                table.c.attempt == attempt,
+                table.c.step == step,
+                table.c.source_id == source_id,
+                table.c.bucket == bucket,
             )
-            for row in rows.mappings():
-                place = Place(*(row[name] for name in Place._fields))
-                held[place] = from_row(instruments[place.series_id], row)
-        self._upsert(
-            schema.partials,
-            {
-                place: to_row(merge(held[place], partial) if place in held else partial)
-                for place, partial in partials.items()
-            },
-            existing=held,
-            names=Place._fields,
-        )
-        self._move_heads(run, places)
-
-    def _move_heads(self, run: Run, places: Iterable[Place]) -> None:
-        moved: dict[tuple[int, int], int] = {}
-        for place in places:
-            head = (place.series_id, place.attempt)
-            if place.step > max(run.heads.get(head, -1), moved.get(head, -1)):
-                moved[head] = place.step
-        self._upsert(
-            schema.heads,
-            {head: {"step": step} for head, step in moved.items()},
-            existing=run.heads,
-            names=("series_id", "attempt"),
-        )
-        run.heads.update(moved)
+        ).first()
+        return None if found is None else thaw(pool(instrument, [tuple(found)]))
 
     def add_events(self, run: Run, events: Iterable[tuple[GroupEvent, float]]) -> None:
         """Keep group events with their time on this clock; the first of a (group, state) stays."""
-        table = schema.group_events
-        new = {
-            (event.group_id, event.state): (event, at_s) for event, at_s in reversed(list(events))
-        }
-        names = list(new)
-        for start in range(0, len(names), KEYS_PER_SELECT):
-            known = self._connection.execute(
-                select(table.c.group_id, table.c.state)
-                .where(table.c.run_id == run.seen.id)
-                .where(
-                    tuple_(table.c.group_id, table.c.state).in_(
-                        names[start : start + KEYS_PER_SELECT]
-                    )
-                )
-            )
-            for group_id, state in known:
-                del new[group_id, state]
-        if new:
-            rows = [
+        rows: dict[tuple[str, int], dict[str, Any]] = {}
+        for event, at_s in events:
+            rows.setdefault(
+                (event.group_id, event.state),
                 {
-                    "run_id": run.seen.id,
+                    "run_id": run.id,
                     "group_id": event.group_id,
                     "state": event.state,
                     "row_index": event.row_index,
@@ -255,92 +142,181 @@ class Transaction:
                     "step": event.step,
                     "worker": event.worker,
                     "at_s": at_s,
-                }
-                for event, at_s in new.values()
-            ]
-            self._connection.execute(insert(table), rows)
+                },
+            )
+        insert_new(self._connection, schema.group_events, [rows[key] for key in sorted(rows)])
 
-    def _upsert(
-        self,
-        table: Any,
-        rows: Mapping[Any, dict[str, Any]],
-        *,
-        existing: Mapping[Any, Any],
-        names: tuple[str, ...],
-    ) -> None:
-        """Insert rows that are new and update the others, by primary key."""
-        new = [
-            dict(zip(names, key, strict=True)) | row
-            for key, row in rows.items()
-            if key not in existing
+    def finish(self, *, now_s: float) -> None:
+        """Write what was changed. Raises RunGone."""
+        changed = [self._changed[name] for name in sorted(self._changed)]
+        blocks = {}
+        for run, each in changed:
+            self._write_rows(run, each.rows)
+            blocks[run.id] = _blocks(each.touched)
+        self._mark_stale(changed)
+        self._write_clock(changed)
+        for run, each in changed:
+            self._note_attempts(run, each.attempts)
+        self._see_producers(changed)
+        self._see_runs(changed, now_s=now_s)
+        revision = rise(self._connection, "revision")
+        rows = [
+            {"run_id": run_id, "revision": revision, "at_s": now_s, "blocks": text}
+            for run_id, text in sorted(blocks.items())
         ]
-        old = [
-            {f"key_{name}": value for name, value in zip(names, key, strict=True)} | row
-            for key, row in rows.items()
-            if key in existing
-        ]
-        if new:
-            self._connection.execute(insert(table), new)
-        if old:
-            statement = update(table)
-            for name in names:
-                statement = statement.where(table.c[name] == bindparam(f"key_{name}"))
-            self._connection.execute(statement, old)
+        if rows:
+            self._connection.execute(insert(schema.changes), rows)
 
-    def _insert(self, table: Any, **values: Any) -> int:
-        result = self._connection.execute(insert(table).values(**values))
-        assert result.inserted_primary_key is not None
-        key: int = result.inserted_primary_key[0]
-        return key
+    def _write_rows(self, run: Run, rows: dict[Place, Partial]) -> None:
+        replace(
+            self._connection,
+            schema.partials,
+            [(*place, *encode(rows[place])) for place in sorted(rows)],
+        )
+        run.rows.update(rows)
+        heads = run.heads
+        for series_id, attempt, step, source_id, bucket in rows:
+            key, position = (series_id, source_id), (attempt, step, bucket)
+            head = heads.get(key)
+            if head is None or position > head:
+                heads[key] = position
 
-    def _extend(self, table: Any, span: Span, first_s: float, last_s: float) -> None:
-        if first_s >= span.first_s and last_s <= span.last_s:
-            return
-        span.first_s, span.last_s = min(first_s, span.first_s), max(last_s, span.last_s)
-        self._connection.execute(
-            update(table)
-            .where(table.c.id == span.id)
-            .values(first_s=span.first_s, last_s=span.last_s)
+    def _mark_stale(self, changed: Sequence[tuple[Run, Changed]]) -> None:
+        new: list[Block] = []
+        for run, each in changed:
+            series: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+            for (attempt, step, bucket), touched in each.touched.items():
+                series[attempt, step // schema.STEP_BLOCK] |= touched
+                series[schema.TIME_LANE, bucket // schema.TIME_BLOCK] |= touched
+            marks = {
+                (series_id, lane, block)
+                for (lane, block), touched in series.items()
+                for series_id in touched
+            }
+            unmarked = marks - run.stale
+            run.stale |= unmarked
+            run.marked.update((series_id, lane) for series_id, lane, _ in unmarked)
+            new.extend(unmarked)
+        insert_new(
+            self._connection,
+            schema.stale,
+            [
+                {"series_id": series_id, "lane": lane, "block": block}
+                for series_id, lane, block in sorted(new)
+            ],
         )
 
-    def _new_run(self, name: str, first_s: float, last_s: float) -> Run:
-        key = self._insert(schema.runs, name=name, first_s=first_s, last_s=last_s)
-        return Run(Span(key, first_s, last_s))
+    def _write_clock(self, changed: Sequence[tuple[Run, Changed]]) -> None:
+        rows = []
+        for run, each in changed:
+            seen: dict[tuple[int, int], tuple[int, int]] = {}
+            for attempt, step, bucket in each.touched:
+                key = (attempt, bucket)
+                first, last = seen.get(key, (step, step))
+                seen[key] = (step if step < first else first, step if step > last else last)
+            for key, (first, last) in seen.items():
+                known = run.clock.get(key)
+                if known is not None:
+                    first, last = min(first, known[0]), max(last, known[1])
+                if known == (first, last):
+                    continue
+                if len(run.clock) >= CLOCK_KEPT:
+                    run.clock.clear()
+                run.clock[key] = (first, last)
+                rows.append((run.id, *key, first, last))
+        names = [column.name for column in schema.clock.columns]
+        widen(
+            self._connection,
+            schema.clock,
+            [dict(zip(names, row, strict=True)) for row in sorted(rows)],
+            ranges={"first_step": "min", "last_step": "max"},
+        )
 
-    def _load(self, name: str) -> Run | None:
-        """A run as committed."""
-        connection, runs = self._connection, schema.runs
-        row = connection.execute(
-            select(runs.c.id, runs.c.first_s, runs.c.last_s).where(runs.c.name == name)
-        ).first()
-        if row is None:
-            return None
-        run = Run(Span(*row))
-        for found in connection.execute(
-            select(schema.attempts).where(schema.attempts.c.run_id == row.id)
-        ):
-            run.attempts[found.attempt] = Attempt(
-                found.first_step, found.last_step, found.first_s, found.last_s
+    def _note_attempts(self, run: Run, seen: Mapping[int, Attempt]) -> None:
+        rows = []
+        for attempt in sorted(seen):
+            known = run.attempts.get(attempt)
+            now = seen[attempt] if known is None else known.widened(seen[attempt])
+            if now == known:
+                continue
+            run.attempts[attempt] = now
+            rows.append(
+                {
+                    "run_id": run.id,
+                    "attempt": attempt,
+                    "first_step": now.first_step,
+                    "last_step": now.last_step,
+                    "first_s": now.first_s,
+                    "last_s": now.last_s,
+                }
             )
-        for found in connection.execute(
-            select(schema.producers).where(schema.producers.c.run_id == row.id)
-        ):
-            run.producers[found.name] = Span(found.id, found.first_s, found.last_s)
-        ids = [span.id for span in run.producers.values()]
-        for found in connection.execute(
-            select(schema.boots).where(schema.boots.c.producer_id.in_(ids))
-        ):
-            boot = Boot(found.id, found.highest, found.received)
-            run.boots[found.producer_id, found.boot_id] = boot
-        for found in connection.execute(
-            select(schema.series).where(schema.series.c.run_id == row.id)
-        ):
-            run.series[found.key] = (found.id, found.instrument)
-            run.declared[found.declared] += 1
-        for found in connection.execute(
-            select(schema.heads)
-            .join(schema.series, schema.series.c.id == schema.heads.c.series_id)
-            .where(schema.series.c.run_id == row.id)
-        ):
-            run.heads[found.series_id, found.attempt] = found.step
-        return run
+        widen(
+            self._connection,
+            schema.attempts,
+            rows,
+            ranges={"first_step": "min", "last_step": "max", "first_s": "min", "last_s": "max"},
+        )
+
+    def _see_producers(self, changed: Sequence[tuple[Run, Changed]]) -> None:
+        seen = {
+            producer: times for _, each in changed for producer, times in each.producers.items()
+        }
+        for producer_id in sorted(seen):
+            first_s, last_s = seen[producer_id]
+            self._see(schema.producers, producer_id, first_s=first_s, last_s=last_s)
+
+    def _see_runs(self, changed: Sequence[tuple[Run, Changed]], *, now_s: float) -> None:
+        for run, each in sorted(changed, key=lambda pair: pair[0].id):
+            times = [time_s for seen in each.producers.values() for time_s in seen]
+            if not self._see(
+                schema.runs,
+                run.id,
+                first_s=min(times, default=now_s),
+                last_s=max(times, default=now_s),
+            ):
+                raise RunGone(f"run {run.name} was deleted")
+
+    def _see(self, table: Any, row_id: int, *, first_s: float, last_s: float) -> bool:
+        """Widen the time that a row was seen; False when it is gone."""
+        found = self._connection.execute(
+            update(table)
+            .where(table.c.id == row_id)
+            .values(
+                first_s=case((table.c.first_s > first_s, first_s), else_=table.c.first_s),
+                last_s=case((table.c.last_s < last_s, last_s), else_=table.c.last_s),
+            )
+        )
+        return found.rowcount == 1
+
+
+def rise(connection: Connection, name: str) -> int:
+    """Add one to a counter, and lock it until the end of the transaction; its new value."""
+    table = schema.counters
+    value: int | None = connection.scalar(
+        update(table)
+        .where(table.c.name == name)
+        .values(value=table.c.value + 1)
+        .returning(table.c.value)
+    )
+    assert value is not None
+    return value
+
+
+def _blocks(touched: Mapping[Moment, set[int]]) -> str:
+    """The blocks of steps that were touched, as schema.changes keeps them."""
+    found: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for (attempt, step, _bucket), series in touched.items():
+        found[attempt, step // schema.STEP_BLOCK] |= series
+    return json.dumps([[*block, sorted(series)] for block, series in sorted(found.items())])
+
+
+@contextmanager
+def ids(connection: Connection) -> Iterator[Connection]:
+    """Where ids are made: on SQLite, which has one writer, in the same transaction; else in one of
+    their own, so that nobody waits for them as long as data is written.
+    """
+    if connection.dialect.name == "sqlite":
+        yield connection
+    else:
+        with connection.engine.begin() as own:
+            yield own

@@ -13,6 +13,13 @@ LOG_GAMMA = math.log(1.02)
 """Histogram buckets are powers of 1.02: a percentile is at most 1 % off."""
 
 
+def bucket_of(value: float) -> int:
+    """The histogram bucket of a finite value that is not 0; of a negative one, of its absolute
+    value.
+    """
+    return math.ceil(math.log(abs(value)) / LOG_GAMMA)
+
+
 @dataclass(slots=True)
 class Sum:
     """A sum of floats and what their additions have rounded away so far (Knuth's two-sum)."""
@@ -109,6 +116,18 @@ class Observation:
         """Of the finite values."""
         return self.total.value
 
+    @classmethod
+    def of_equal(
+        cls, n: int, value: float, *, total: float, last_s: float, bad: tuple[int, int, int]
+    ) -> "Observation":
+        """Of `n` equal values; `bad` are how many NaN, +inf and -inf were seen beside them."""
+        if value == 0.0:
+            return cls(n, Sum(total), value, value, value, last_s, {}, {}, n, *bad)
+        positive, negative = {bucket_of(value): n}, dict[int, int]()
+        if value < 0:
+            positive, negative = negative, positive
+        return cls(n, Sum(total), value, value, value, last_s, positive, negative, 0, *bad)
+
     def add(self, value: float, now_s: float) -> None:
         """Take one value; NaN and infinities are counted and enter no sum."""
         if value - value != 0.0:
@@ -130,16 +149,20 @@ class Observation:
             self.zeros += 1
             return
         buckets = self.positive if value > 0 else self.negative
-        index = math.ceil(math.log(abs(value)) / LOG_GAMMA)
+        index = bucket_of(value)
         buckets[index] = buckets.get(index, 0) + 1
 
     def merge(self, other: "Observation") -> None:
         """Take all values that the other took."""
-        self.n += other.n
         self.total.merge(other.total)
         self.min, self.max = min(self.min, other.min), max(self.max, other.max)
-        if other.n and other.last_s >= self.last_s:
+        # Of two lasts at the same time the larger: the order of merging must not show.
+        if other.n and (other.last_s, other.last) > (
+            self.last_s,
+            self.last if self.n else -math.inf,
+        ):
             self.last, self.last_s = other.last, other.last_s
+        self.n += other.n
         for mine, theirs in ((self.positive, other.positive), (self.negative, other.negative)):
             for index, number in theirs.items():
                 mine[index] = mine.get(index, 0) + number
@@ -151,14 +174,24 @@ class Observation:
     def write(self, delta: wire.Delta) -> None:
         """Put it on the wire."""
         target = delta.observation
-        target.n, target.sum, target.zeros = self.n, self.sum, self.zeros
+        target.n, target.sum = self.n, self.sum
         if self.n:
             target.min, target.max = self.min, self.max
             target.last, target.last_s = self.last, self.last_s
-        target.positive.update(self.positive)
-        target.negative.update(self.negative)
+        if self.min != self.max and self.n:
+            self.write_histogram(target.histogram)
         target.num_nan = self.num_nan
         target.num_pos_inf, target.num_neg_inf = self.num_pos_inf, self.num_neg_inf
+
+    def write_histogram(self, target: wire.Histogram) -> None:
+        """Put the buckets on the wire."""
+        target.zeros = self.zeros
+        if self.positive:
+            target.positive_buckets.extend(self.positive)
+            target.positive_counts.extend(self.positive.values())
+        if self.negative:
+            target.negative_buckets.extend(self.negative)
+            target.negative_counts.extend(self.negative.values())
 
 
 Partial = Count | Ratio | Observation

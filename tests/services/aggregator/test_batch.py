@@ -31,13 +31,15 @@ def test_a_batch_without_a_name_is_refused_whole(field: str, value: object) -> N
 
 
 def test_one_bad_delta_does_not_take_the_others_along() -> None:
-    request = Producer("p").request([("loss", observed([1.0])), ("grad_norm", observed([2.0]))])
+    request = Producer("p").request(
+        [("loss", observed([1.0, 2.0])), ("grad_norm", observed([2.0]))]
+    )
     request.deltas[0].observation.n = 7
     batch = decode(request)
     assert [delta.key for delta in batch.deltas] == ["grad_norm"]
     (rejected,) = batch.rejected
     assert (rejected.key, rejected.reason) == ("loss", "bad_value")
-    assert "holds 1 values, n says 7" in rejected.detail
+    assert "holds 2 values, n says 7" in rejected.detail
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -1.0])

@@ -38,23 +38,3 @@ def test_signs_keep_their_order() -> None:
 
 def test_nothing_has_no_percentile() -> None:
     assert Histogram().percentile(0.5) is None
-
-
-@given(st.lists(finite, max_size=30), st.lists(finite, max_size=30))
-def test_merging_is_the_histogram_of_both(one: list[float], two: list[float]) -> None:
-    merged = histogram(one).merge(histogram(two))
-    both = histogram(one + two)
-    assert dict(merged.positive) == dict(both.positive)
-    assert dict(merged.negative) == dict(both.negative)
-    assert merged.n == both.n == len(one) + len(two)
-
-
-@given(st.lists(finite, max_size=30))
-def test_storing_keeps_all(values: list[float]) -> None:
-    before = histogram(values)
-    after = Histogram.from_bytes(before.to_bytes())
-    assert (after.positive, after.negative, after.zeros) == (
-        before.positive,
-        before.negative,
-        before.zeros,
-    )

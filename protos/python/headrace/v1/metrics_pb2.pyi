@@ -98,50 +98,56 @@ class CountPartial(_message.Message):
 Global___CountPartial: _TypeAlias = CountPartial  # noqa: Y015
 
 @_typing.final
+class Histogram(_message.Message):
+    """A log-bucket histogram: bucket i holds the absolute values in (1.02^(i-1), 1.02^i]. Buckets and counts go in pairs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITIVE_BUCKETS_FIELD_NUMBER: _builtins.int
+    POSITIVE_COUNTS_FIELD_NUMBER: _builtins.int
+    NEGATIVE_BUCKETS_FIELD_NUMBER: _builtins.int
+    NEGATIVE_COUNTS_FIELD_NUMBER: _builtins.int
+    ZEROS_FIELD_NUMBER: _builtins.int
+    zeros: _builtins.int
+    """Values equal to 0."""
+    @_builtins.property
+    def positive_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Buckets of positive values, each once."""
+
+    @_builtins.property
+    def positive_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many values each of them holds."""
+
+    @_builtins.property
+    def negative_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Buckets of negative values, each once."""
+
+    @_builtins.property
+    def negative_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many values each of them holds."""
+
+    def __init__(
+        self,
+        *,
+        positive_buckets: _abc.Iterable[_builtins.int] | None = ...,
+        positive_counts: _abc.Iterable[_builtins.int] | None = ...,
+        negative_buckets: _abc.Iterable[_builtins.int] | None = ...,
+        negative_counts: _abc.Iterable[_builtins.int] | None = ...,
+        zeros: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["negative_buckets", b"negative_buckets", "negative_counts", b"negative_counts", "positive_buckets", b"positive_buckets", "positive_counts", b"positive_counts", "zeros", b"zeros"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
+
+@_typing.final
 class ObservationPartial(_message.Message):
     """Values observed one by one."""
 
     DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class PositiveEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.int
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.int = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
-    class NegativeEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.int
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.int = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     N_FIELD_NUMBER: _builtins.int
     SUM_FIELD_NUMBER: _builtins.int
@@ -149,9 +155,7 @@ class ObservationPartial(_message.Message):
     MAX_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     LAST_S_FIELD_NUMBER: _builtins.int
-    POSITIVE_FIELD_NUMBER: _builtins.int
-    NEGATIVE_FIELD_NUMBER: _builtins.int
-    ZEROS_FIELD_NUMBER: _builtins.int
+    HISTOGRAM_FIELD_NUMBER: _builtins.int
     NUM_NAN_FIELD_NUMBER: _builtins.int
     NUM_POS_INF_FIELD_NUMBER: _builtins.int
     NUM_NEG_INF_FIELD_NUMBER: _builtins.int
@@ -167,8 +171,6 @@ class ObservationPartial(_message.Message):
     """The latest; absent when n is 0."""
     last_s: _builtins.float
     """Producer's monotonic time of the latest, in seconds."""
-    zeros: _builtins.int
-    """Values equal to 0."""
     num_nan: _builtins.int
     """NaNs seen, in no sum."""
     num_pos_inf: _builtins.int
@@ -176,12 +178,8 @@ class ObservationPartial(_message.Message):
     num_neg_inf: _builtins.int
     """Negative infinities seen, in no sum."""
     @_builtins.property
-    def positive(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
-        """Log-bucket histogram of positive values: bucket index to count. Bucket i holds (1.02^(i-1), 1.02^i]."""
-
-    @_builtins.property
-    def negative(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
-        """The same for the absolute values of negative ones."""
+    def histogram(self) -> Global___Histogram:
+        """All of them, in buckets; absent where min equals max, from which it follows."""
 
     def __init__(
         self,
@@ -192,16 +190,14 @@ class ObservationPartial(_message.Message):
         max: _builtins.float | None = ...,
         last: _builtins.float | None = ...,
         last_s: _builtins.float = ...,
-        positive: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
-        negative: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
-        zeros: _builtins.int = ...,
+        histogram: Global___Histogram | None = ...,
         num_nan: _builtins.int = ...,
         num_pos_inf: _builtins.int = ...,
         num_neg_inf: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_last", b"_last", "_max", b"_max", "_min", b"_min", "last", b"last", "max", b"max", "min", b"min"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last", b"_last", "_max", b"_max", "_min", b"_min", "histogram", b"histogram", "last", b"last", "max", b"max", "min", b"min"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last", b"_last", "_max", b"_max", "_min", b"_min", "last", b"last", "last_s", b"last_s", "max", b"max", "min", b"min", "n", b"n", "negative", b"negative", "num_nan", b"num_nan", "num_neg_inf", b"num_neg_inf", "num_pos_inf", b"num_pos_inf", "positive", b"positive", "sum", b"sum", "zeros", b"zeros"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last", b"_last", "_max", b"_max", "_min", b"_min", "histogram", b"histogram", "last", b"last", "last_s", b"last_s", "max", b"max", "min", b"min", "n", b"n", "num_nan", b"num_nan", "num_neg_inf", b"num_neg_inf", "num_pos_inf", b"num_pos_inf", "sum", b"sum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last: _TypeAlias = _typing.Literal["last"]  # noqa: Y015
     _WhichOneofArgType__last: _TypeAlias = _typing.Literal["_last", b"_last"]  # noqa: Y015

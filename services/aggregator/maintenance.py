@@ -1,0 +1,63 @@
+"""What the aggregator does between batches: roll-ups, rows of deleted runs, old change lists.
+
+waits_for: nothing. unblocked_by: time. Each piece of work is short: batches wait for it.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from services.aggregator.changes import prune
+from services.aggregator.rollup import Roller
+from services.aggregator.store import Store
+
+EVERY_S = 0.5
+"""Pause after all is done."""
+
+BUSY_PAUSE_S = 0.05
+"""Pause while there is more to do: batches come first."""
+
+AFTER_FAILURE_S = 5.0
+
+ROLLING_S = 0.03
+"""Of rolling up at once."""
+
+PRUNE_EVERY_S = 60.0
+
+
+class Maintenance:
+    """The work itself. Calls come from the writer's thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._roller = Roller(store)
+        self._pruned_s = time.monotonic()
+
+    def work(self) -> bool:
+        """Do a little; True when there is more."""
+        if time.monotonic() - self._pruned_s >= PRUNE_EVERY_S:
+            self._pruned_s = time.monotonic()
+            with self._store.rolling() as connection:
+                if connection is not None:
+                    prune(connection, now_s=time.time())
+        more = self._roller.roll(budget_s=ROLLING_S)
+        return self._store.clean_up() or more
+
+
+async def keep_working(
+    store: Store, *, write: Callable[[Callable[[], Any]], Awaitable[Any]]
+) -> None:
+    """Work for ever; a store that fails is tried again. `write` runs in the writer's thread."""
+    maintenance = Maintenance(store)
+    while True:
+        try:
+            pause_s = BUSY_PAUSE_S if await write(maintenance.work) else EVERY_S
+        except SQLAlchemyError as error:
+            cause = getattr(error, "orig", None) or error
+            structlog.get_logger().error("roll-ups wait for the store", cause=str(cause))
+            pause_s = AFTER_FAILURE_S
+        await asyncio.sleep(pause_s)

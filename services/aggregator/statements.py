@@ -1,0 +1,70 @@
+"""INSERT … ON CONFLICT: SQLite and PostgreSQL spell it alike, SQLAlchemy does not."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Table, case
+from sqlalchemy.dialects import postgresql, sqlite
+
+Widen = Literal["min", "max"]
+
+
+def insert_new(connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
+    """Insert rows; those that are there already stay as they are."""
+    if rows:
+        statement = _insert(connection.dialect.name)(table).on_conflict_do_nothing()
+        connection.execute(statement, list(rows))
+
+
+def widen(
+    connection: Connection,
+    table: Table,
+    rows: Sequence[dict[str, Any]],
+    *,
+    ranges: dict[str, Widen],
+) -> None:
+    """Insert rows; of those that are there, widen the columns of `ranges`."""
+    if not rows:
+        return
+    statement = _insert(connection.dialect.name)(table)
+    new, now = statement.excluded, table.c
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=list(table.primary_key.columns),
+            set_={
+                name: case(
+                    (new[name] < now[name] if end == "min" else new[name] > now[name], new[name]),
+                    else_=now[name],
+                )
+                for name, end in ranges.items()
+            },
+        ),
+        list(rows),
+    )
+
+
+def replace(connection: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Insert whole rows, or put them in the place of those that are there.
+
+    The driver's own executemany: SQLAlchemy's handling of each value costs more than the insert.
+    """
+    if rows:
+        connection.exec_driver_sql(_replace(table, connection.dialect.paramstyle), list(rows))
+
+
+@cache
+def _replace(table: Table, paramstyle: str) -> str:
+    placeholder = "?" if paramstyle == "qmark" else "%s"
+    names = [f'"{column.name}"' for column in table.columns]
+    keys = [f'"{column.name}"' for column in table.primary_key.columns]
+    changed = ", ".join(f"{name} = excluded.{name}" for name in names if name not in keys)
+    return (
+        f"INSERT INTO {table.name} ({', '.join(names)}) "
+        f"VALUES ({', '.join([placeholder] * len(names))}) "
+        f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {changed}"
+    )
+
+
+def _insert(dialect: str) -> Any:
+    return sqlite.insert if dialect == "sqlite" else postgresql.insert
