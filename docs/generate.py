@@ -133,15 +133,27 @@ def nested(annotation: Any) -> type[BaseModel] | None:
     return next((found for a in get_args(annotation) if (found := nested(a)) is not None), None)
 
 
-def is_list(name: str) -> bool:
-    """Whether `[[name]]` is written, not `[name]`."""
+def origin(name: str) -> Any:
+    """`tuple` for a section that is a list of tables, `dict` for one of tables by name."""
     model: type[BaseModel] = config.Recipe
-    origin = None
+    found = None
     for part in name.split("."):
         field = model.model_fields[part]
-        origin = getattr(field.annotation, "__origin__", None)
+        found = getattr(field.annotation, "__origin__", None)
         model = nested(field.annotation) or model
-    return origin is tuple
+    return found
+
+
+def is_list(name: str) -> bool:
+    """Whether `[[name]]` is written, not `[name]`."""
+    return origin(name) is tuple
+
+
+def brackets(name: str) -> str:
+    """How a section begins in TOML: `[name]`, `[[name]]`, or `[name.KEY]`."""
+    if name and is_list(name):
+        return f"[[{name}]]"
+    return f"[{name}.KEY]" if name and origin(name) is dict else f"[{name}]"
 
 
 def text(cell: str) -> str:
@@ -153,7 +165,7 @@ def recipe_page() -> str:
     """The whole of recipe.md."""
     lines = [HEAD]
     for name, model in sections("", config.Recipe):
-        heading = f"## `[[{name}]]`" if name and is_list(name) else f"## `[{name}]`"
+        heading = f"## `{brackets(name)}`"
         lines += [heading if name else "## At the top", ""]
         lines += [text(inspect.getdoc(model) or ""), ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]

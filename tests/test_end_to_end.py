@@ -21,6 +21,9 @@ import httpx
 import psutil
 import pytest
 
+from services.aggregator.catalogue import CATALOGUE
+from tests.emitted import disagreements, emitted
+
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic.toml"
 
 STEPS = 130
@@ -48,6 +51,8 @@ async def slow(texts, answer):
 
 LIMIT_S = 280
 """Patience with the whole run, two starts of vLLM included."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S * 2)]
 
 
 def children_of(process: psutil.Process, service: str, replica: int) -> list[psutil.Process]:
@@ -111,12 +116,13 @@ def wait_for_version(folder: Path, version: int, process: subprocess.Popen[str])
     raise AssertionError(f"version {version} was not published in time")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S * 2)
-def test_a_run_survives_the_death_of_a_generator_and_a_scorer(tmp_path: Path) -> None:
-    with launched(tmp_path) as process:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run is, once it has survived the deaths and ended."""
+    folder = tmp_path_factory.mktemp("e2e")
+    with launched(folder) as process:
         launcher = psutil.Process(process.pid)
-        wait_for_version(tmp_path, 4, process)
+        wait_for_version(folder, 4, process)
         [generator] = children_of(launcher, "generator", 1)
         workers = generator.children(recursive=True)
         generator.kill()
@@ -126,8 +132,12 @@ def test_a_run_survives_the_death_of_a_generator_and_a_scorer(tmp_path: Path) ->
         assert process.returncode == 0, output
         _, alive = psutil.wait_procs(workers, timeout=10)
         assert not alive, "vLLM's processes outlived their generator"
+    assert re.search(r"run e2e: complete", output)
+    return folder
 
-    summary = json.loads((tmp_path / "e2e" / "summary.json").read_text())
+
+def test_a_run_survives_the_death_of_a_generator_and_a_scorer(folder: Path) -> None:
+    summary = json.loads((folder / "e2e" / "summary.json").read_text())
     groups = summary["groups"]
     assert summary["steps"] == STEPS
     assert groups["trained"] == STEPS * 8
@@ -143,22 +153,21 @@ def test_a_run_survives_the_death_of_a_generator_and_a_scorer(tmp_path: Path) ->
     assert summary["restarts"]["generator-1"] == 1
     assert summary["restarts"]["scorer-0"] == 1
     assert summary["generated_tokens"] >= summary["trained_tokens"]
-    assert re.search(r"run e2e: complete", output)
 
     # The generator that was started late began with the version that was current then.
     fetched = [
         int(line["phase"].rsplit(" ", 1)[1])
-        for line in log_of(tmp_path, "generator-1")
+        for line in log_of(folder, "generator-1")
         if line["event"] == "phase" and line["phase"].startswith("fetching policy version")
     ]
     assert len(fetched) == 2
     assert fetched[0] == 1
     assert fetched[1] > 4
-    _both_replicas_produced(tmp_path)
 
 
-def _both_replicas_produced(folder: Path) -> None:
-    """Ask an aggregator on the finished run's metrics for tokens by replica."""
+@contextmanager
+def metrics_of(folder: Path) -> Iterator[httpx.Client]:
+    """An aggregator on the finished run's metrics."""
     recipe = folder / "e2e" / "recipe.toml"
     announce = folder / "announce.json"
     command = [
@@ -177,12 +186,28 @@ def _both_replicas_produced(folder: Path) -> None:
             assert process.poll() is None
             time.sleep(0.1)
         port = json.loads(announce.read_text())["http_port"]
-        url = f"http://127.0.0.1:{port}/api/v1/runs/e2e/metrics/rollout/generated_tok_s"
-        answer = httpx.get(url, params={"reduce": "sum", "group_by": "producer", "max_points": 1})
-        by_producer = answer.json()["by_producer"]
-        totals = {name: points[0]["value"] for name, points in by_producer.items()}
-        assert set(totals) == {"generator-0", "generator-1"}
-        assert all(total > 0 for total in totals.values())
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            yield client
     finally:
+        announce.unlink(missing_ok=True)
         process.terminate()
         process.wait(20)
+
+
+def test_both_replicas_produced(folder: Path) -> None:
+    with metrics_of(folder) as client:
+        answer = client.get(
+            "/api/v1/runs/e2e/metrics/rollout/generated_tok_s",
+            params={"reduce": "sum", "group_by": "producer", "max_points": 1},
+        )
+    by_producer = answer.json()["by_producer"]
+    totals = {name: points[0]["value"] for name, points in by_producer.items()}
+    assert set(totals) == {"generator-0", "generator-1"}
+    assert all(total > 0 for total in totals.values())
+
+
+def test_what_it_has_measured_is_what_is_declared(folder: Path) -> None:
+    """A key that nobody emits, that is not declared, or that another service sends, fails here."""
+    with metrics_of(folder) as client:
+        found = list(disagreements(CATALOGUE, emitted(client, "e2e")))
+    assert not found, "\n".join(found)

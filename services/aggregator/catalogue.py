@@ -4,14 +4,17 @@ producers, meaning and old names.
 The rule of a key is declared here and never guessed from its name or from the first value seen. A
 key with a placeholder, `rewards/{function}`, declares all keys that fit it; names that the policy
 invents never become one. Keys under `custom/` need no declaration: they keep the instrument that
-they first come with.
+they first come with. A recipe's `[metrics]` table declares keys of its user's beside ours.
 
 Reductions: the declared default first, then all others that the instrument allows. A key marked
 with `since` is declared before anything records it.
 """
 
+from collections.abc import Mapping
+
 from services.aggregator.declared import measuring, reward, rollout, samples, training
-from services.aggregator.metric import Catalogue, Group
+from services.aggregator.metric import ALL, CUSTOM_PREFIX, Catalogue, Group, Metric
+from services.common.custom_metrics import CustomMetric
 
 GROUPS = (
     Group("rollout/", "One conversation, and the way to the queue.", rollout.ROLLOUT),
@@ -57,3 +60,22 @@ GROUPS = (
 
 CATALOGUE = Catalogue(metric for group in GROUPS for metric in group.metrics)
 """The same, found by key."""
+
+
+def with_custom(declared: Mapping[str, CustomMetric]) -> Catalogue:
+    """Our catalogue, and what a recipe declares."""
+    custom = (
+        Metric(key, each.instrument, each.unit, each.default, ALL, each.meaning)
+        for key, each in declared.items()
+    )
+    return Catalogue((*CATALOGUE.metrics, *custom))
+
+
+def groups_of(catalogue: Catalogue) -> tuple[Group, ...]:
+    """A catalogue as a reader meets it: our groups, and one of the recipe's own keys where it has
+    some.
+    """
+    custom = tuple(each for each in catalogue.metrics if each.key.startswith(CUSTOM_PREFIX))
+    if not custom:
+        return GROUPS
+    return (*GROUPS, Group(CUSTOM_PREFIX, "Declared in the recipe, under `[metrics]`.", custom))

@@ -15,6 +15,9 @@ TITLE = "Logged metrics"
 
 PLANNED = "Planned: not recorded yet."
 
+CONDITIONAL = "Only when"
+"""Begins what has to happen for a key to be there."""
+
 READING = Path(__file__).with_name("reading.md")
 
 INTRODUCTION = """Every metric is measured where it happens, and this is what each of them means.
@@ -27,7 +30,8 @@ percentile is ever averaged: a window's value is computed from all that was meas
 In the tables, the reduction in **bold** is what a query gets when it names none, and the unit is
 that of its values (1: a plain number or a share). `{…}` in a key stands for one part of it, as in
 `rewards/exact_match`. Old names are those of TRL's asynchronous GRPO trainer; a query for one of
-them is answered with the new key. Keys under `custom/` are yours: they need no declaration."""
+them is answered with the new key. Keys under `custom/` are yours: they need no declaration, and the
+recipe's `[metrics]` table gives them a unit, a meaning and a reduction of their own."""
 
 COLUMNS = ("key", "by", "instrument", "unit", "reductions", "meaning")
 
@@ -85,6 +89,8 @@ def _meaning(metric: Metric) -> list[str]:
     said = [metric.meaning.replace("|", "\\|")]
     if metric.old_names:
         said.append(f"Old name: {', '.join(f'`{name}`' for name in metric.old_names)}.")
+    if metric.only_when is not None:
+        said.append(f"*{CONDITIONAL} {metric.only_when}.*")
     if metric.since is not None:
         said.append(f"*{PLANNED}*")
     return said

@@ -5,13 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from services.aggregator.reduce import REDUCTIONS, Instrument, Reduction
+from services.common.custom_metrics import CUSTOM_PREFIX as CUSTOM_PREFIX
+from services.common.instruments import REDUCTIONS, Instrument, Reduction
 
 Service = Literal["generator", "scorer", "trainer", "aggregator"]
 Services = tuple[Service, ...]
-
-CUSTOM_PREFIX = "custom/"
-"""Keys that users record without a declaration."""
 
 MAX_PLACEHOLDER_VALUES = 200
 """Different values of one placeholder (and different custom keys) in one run; what comes later is
@@ -42,6 +40,10 @@ class Metric:
     since: str | None = None
     """The part of the plan that will record it, as "3 of 8"; None once it is recorded. It is taken
     all the same when somebody records it before.
+    """
+    only_when: str | None = None
+    """What has to happen for it to be recorded ("a group was dropped"); None where every run has
+    it.
     """
     old_names: tuple[str, ...] = ()
     """What earlier trainers (TRL's async GRPO) called it; one old key may have become several."""

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import grpc
@@ -22,10 +21,12 @@ from headrace.v1 import metrics_pb2 as wire
 from headrace.v1 import metrics_pb2_grpc
 from sqlalchemy.exc import SQLAlchemyError
 
+from services.aggregator import maintenance, retention
 from services.aggregator.api.app import create_app
 from services.aggregator.api.backend import Backend
-from services.aggregator.batch import BadBatch, decode
-from services.aggregator.catalogue import CATALOGUE
+from services.aggregator.batch import BadBatch
+from services.aggregator.catalogue import with_custom
+from services.aggregator.group_commit import GroupCommit
 from services.aggregator.ingest import Ingest
 from services.aggregator.store import Store
 from services.common import grpc_kit, lifecycle
@@ -40,27 +41,23 @@ DRAIN_S = 5.0
 
 
 class Metrics(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
-    """The wire's edge: decodes, hands to the writer thread, answers after the commit."""
+    """The wire's edge: hands batches on, answers after the commit."""
 
-    def __init__(self, ingest: Ingest, backend: Backend) -> None:
-        self._ingest = ingest
-        self._backend = backend
+    def __init__(self, batches: GroupCommit) -> None:
+        self._batches = batches
 
     async def PushDeltas(
         self, request: wire.PushDeltasRequest, context: Any
     ) -> wire.PushDeltasResponse:
         """Take one batch; INVALID_ARGUMENT: it has no name; UNAVAILABLE: the store failed."""
-        now_s = time.time()
         try:
-            batch = decode(request)
+            receipt = await self._batches.take(request, arrived_s=time.time())
         except BadBatch as error:
             await grpc_kit.abort(context, grpc.StatusCode.INVALID_ARGUMENT, "BAD_BATCH", str(error))
-        try:
-            receipt = await self._backend.write(partial(self._ingest.take, batch, now_s=now_s))
         except SQLAlchemyError as error:
             cause = getattr(error, "orig", None) or error
             structlog.get_logger().error(
-                "a batch was not committed", producer=batch.producer, cause=str(cause)
+                "a batch was not committed", producer=request.producer, cause=str(cause)
             )
             await grpc_kit.abort(
                 context,
@@ -134,8 +131,24 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
         stack.callback(store.close)
         writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         stack.callback(writer.shutdown)
-        backend = Backend(store, CATALOGUE, writer)
-        servicer = Metrics(Ingest(store, producer=state.producer), backend)
+        keep_s = retention.days_to_s(recipe.aggregator.keep_runs_days)
+        catalogue = with_custom(recipe.metrics)
+        backend = Backend(store, catalogue, writer, keep_s)
+        sweeping = asyncio.create_task(
+            retention.keep_sweeping(
+                store,
+                write=backend.write,
+                default_s=keep_s,
+                every_s=retention.SWEEP_EVERY_S,
+            ),
+            name="sweeping",
+        )
+        working = asyncio.create_task(
+            maintenance.keep_working(store, write=backend.write), name="maintenance"
+        )
+        stack.push_async_callback(lifecycle.cancel, sweeping, working)
+        ingest = Ingest(store, catalogue=catalogue, producer=state.producer)
+        servicer = Metrics(GroupCommit(ingest, write=backend.write))
         served = await grpc_kit.serve(
             network,
             state,
@@ -165,6 +178,9 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
             if http.done():
                 http.result()
                 raise RuntimeError("the HTTP server ended by itself")
+            for task in (sweeping, working):
+                if task.done():
+                    task.result()
             await state.set_ready(await _writable(backend))
         await state.set_ready(False)
 

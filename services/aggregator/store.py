@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from services.aggregator import schema
 from services.aggregator.registry import Block, Lane, Run, read_series, run_of
 from services.aggregator.statements import insert_new
-from services.aggregator.transaction import Transaction, ids, rise
+from services.aggregator.transaction import RunGone, Transaction, ids, rise
 from services.common.errors import UserError
 
 COUNTERS = ("revision", "pruned", "rolls")
@@ -68,7 +68,9 @@ class Writing:
         with ids(self.connection) as connection:
             if refresh and connection.dialect.name != "sqlite":
                 runs = schema.runs
-                connection.execute(select(runs.c.id).where(runs.c.id == run.id).with_for_update())
+                this = select(runs.c.id).where(runs.c.id == run.id).with_for_update()
+                if connection.scalar(this) is None:
+                    raise RunGone(f"run {run.name} was deleted")
                 read_series(connection, run)
             yield connection
 
@@ -143,8 +145,7 @@ class Store:
                 ahead_s = 0.0
                 if connection.dialect.name == "postgresql":
                     connection.execute(select(func.pg_advisory_xact_lock_shared(ROLLING)))
-                    now_s = connection.scalar(select(func.extract("epoch", func.clock_timestamp())))
-                    ahead_s = float(now_s or 0.0) - time.time()
+                    ahead_s = _ahead_s(connection)
                     self._notice_rolls(connection)
                 yield Writing(Transaction(connection), self._name, ahead_s, connection, self._runs)
         except BaseException:
@@ -259,3 +260,12 @@ class Store:
             for table in (partials, schema.rollups, schema.stale, doomed):
                 connection.execute(delete(table).where(table.c.series_id == series_id))
             return True
+
+
+def _ahead_s(connection: Connection) -> float:
+    """How much the database's clock is ahead of this process'; 0 where it cannot be told."""
+    asked_s = time.time()
+    answer = connection.scalar(select(func.extract("epoch", func.clock_timestamp())))
+    answered_s = time.time()
+    ahead_s = float(answer or 0.0) - (asked_s + answered_s) / 2
+    return ahead_s if abs(ahead_s) > (answered_s - asked_s) / 2 else 0.0

@@ -67,6 +67,11 @@ class Transaction:
             .order_by(boots.c.id)
             .with_for_update()
         ).all()
+        if len(held) < len(ids):
+            gone = {boot: run.name for boot, (run, _) in claims.items()}
+            for boot, *_ in held:
+                del gone[boot]
+            raise RunGone(f"deleted meanwhile: {', '.join(sorted(set(gone.values())))}")
         above: defaultdict[int, set[int]] = defaultdict(set)
         for boot, sequence in self._connection.execute(
             select(batches.c.boot, batches.c.sequence).where(batches.c.boot.in_(ids))

@@ -8,7 +8,7 @@ does not hold, and where it could have decided, it is named as missing.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,7 +53,7 @@ class Verdict:
     step_s_at_speed_up: float | None = None
     """Predicted, if it were `speed_up` times as fast."""
     culprit: str | None = None
-    """Of environment-bound: the tool or the environment."""
+    """Of environment-bound: the tool or the environment. Of scoring-bound: the reward function."""
 
 
 def judge(window: Window, *, speed_up: float | None = None) -> Verdict:
@@ -102,7 +102,7 @@ def judge(window: Window, *, speed_up: float | None = None) -> Verdict:
         step_s_if_free=predict(name, window, stages),
         speed_up=speed_up,
         step_s_at_speed_up=None if speed_up is None else predict(name, window, stages, speed_up),
-        culprit=_culprit(window) if name == "environment-bound" else None,
+        culprit=_culprit(name, window),
     )
 
 
@@ -131,9 +131,19 @@ def _confidence(
     return "medium" if frac > MEDIUM_FRAC else "low"
 
 
-def _culprit(window: Window) -> str:
-    """The environment, or the tool that took most of the time."""
-    if (window.env_s or 0.0) > (window.tool_s or 0.0):
-        return "the environment"
-    slowest = max(window.tool_latency_s.items(), key=lambda item: item[1], default=None)
-    return "the tools" if slowest is None else f"the tool {slowest[0]}"
+def _culprit(name: Name, window: Window) -> str | None:
+    """What took most of the time of a stage that users bring along."""
+    match name:
+        case "environment-bound":
+            if (window.env_s or 0.0) > (window.tool_s or 0.0):
+                return "the environment"
+            slowest = _slowest(window.tool_latency_s)
+            return "the tools" if slowest is None else f"the tool {slowest}"
+        case "scoring-bound":
+            slowest = _slowest(window.function_s)
+            return "the reward functions" if slowest is None else f"the reward function {slowest}"
+    return None
+
+
+def _slowest(seconds: Mapping[str, float]) -> str | None:
+    return max(seconds, key=lambda name: seconds[name], default=None)

@@ -80,6 +80,8 @@ class Window:
     """Groups that these stages took in the window; None when none."""
     tool_latency_s: Mapping[str, float] = field(default_factory=dict)
     """Total seconds of calls, by tool."""
+    function_s: Mapping[str, float] = field(default_factory=dict)
+    """Total seconds of calls, by reward function."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

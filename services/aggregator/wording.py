@@ -10,8 +10,8 @@ KNOBS: dict[Name, str] = {
     "Deployment), more conversations at a time in each (generator.max_inflight), or shorter "
     "completions (generation.max_completion_tokens)",
     "scoring-bound": "more scorers (scorer.replicas; on Kubernetes, replicas of its Deployment), "
-    "more of a scorer's processes (rewards.workers) and groups at a time (scorer.max_groups), or a "
-    "faster reward function (rewards.functions)",
+    "more of a scorer's processes (rewards.workers) and groups at a time (scorer.max_groups), or "
+    "make {culprit} faster (rewards.functions)",
     "straggler-bound": "shorten the longest conversations (generation.max_completion_tokens, "
     "generation.timeout_s), or let groups be older (trainer.max_staleness)",
     "pacing-bound": "let more groups be under way: a larger trainer.max_staleness, or a larger "

@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from services.common import recipe_text
+from services.common import custom_metrics, recipe_text
+from services.common.custom_metrics import CustomMetric
 from services.common.errors import UserError
+from services.common.section import Section
 
 ENVIRONMENT_PREFIX = "HEADRACE_"
 """Environment variables `HEADRACE_SECTION__KEY` override the recipe; others with this prefix are
@@ -34,19 +36,6 @@ HOLDS_PASSWORD = (("queue", "url"), ("aggregator", "database"))
 
 class RecipeError(UserError):
     """A user's mistake in the recipe or an override; the message says where and what to do."""
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, types taken as written (no "10" or `true`
-    for the number), infinities refused: a limit that never comes is a hang."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
 
 
 def _fixed(value: float, why: str) -> AfterValidator:
@@ -89,7 +78,7 @@ class ReasoningGym(Section):
     """Rows to generate."""
     seed: int = 0
     """Rows are a function of task, parameters and seed."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     """The generator's own configuration, passed on as it is."""
 
 
@@ -191,7 +180,7 @@ class RewardFunction(Section):
     """Factor in the conversation's total."""
     name: str | None = None
     """In metrics, `rewards/NAME`; the function's own name by default."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     """Keyword arguments for every call."""
 
 
@@ -323,6 +312,9 @@ class Aggregator(Section):
     """An SQLAlchemy URL; SQLite under the run folder by default."""
     http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """REST, docs and the page; 0 takes a free port."""
+    keep_runs_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
+    """A run is deleted so long after it was last heard of, unless it says otherwise (`headrace
+    runs keep`); without it never."""
 
 
 class Recorder(Section):
@@ -376,6 +368,7 @@ class Recipe(Section):
     aggregator: Aggregator = Aggregator()
     recorder: Recorder = Recorder()
     network: Network = Network()
+    metrics: dict[str, CustomMetric] = {}  # noqa: RUF012 - pydantic copies it
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -418,6 +411,7 @@ class Recipe(Section):
             self.data.reasoning_gym is None or self.data.reasoning_gym.task != "chain_sum"
         ):
             yield "evaluation.every_expression: only for data.reasoning_gym.task = chain_sum"
+        yield from custom_metrics.mistakes(self.metrics)
 
     @property
     def token_budget(self) -> int:

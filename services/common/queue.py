@@ -49,6 +49,9 @@ AWAY = (
 )
 """What an absent, restarting or failing-over server raises."""
 
+CLOCK_TOLERANCE_S = 1.0
+"""How far the server's clock and ours may drift apart in one run."""
+
 NEXT = {
     "requests": "groups",
     "groups": "samples",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 
@@ -103,17 +103,13 @@ class Source:
         return next(inner, str(self.path))
 
     def _takes_text(self, keys: Sequence[str]) -> bool:
-        model: type[BaseModel] | None = self.model
-        for key in keys[:-1]:
-            if model is not None and not key.isdigit():
-                found = model.model_fields.get(key)
-                model = section_in(found.annotation) if found else None
+        _, model = _section_at(self.model, keys[:-1])
         found = model.model_fields.get(keys[-1]) if model else None
         return found is not None and found.annotation in (str, str | None)
 
     def _hint(self, location: Sequence[str]) -> str:
         """The nearest valid key: of the same section, or a much more similar one elsewhere."""
-        here = _plain(location[:-1])
+        here, _ = _section_at(self.model, location[:-1])
         best, best_score = "", LEAST_SIMILARITY
         for section, name in all_keys(self.model):
             likeness = difflib.SequenceMatcher(None, location[-1], name).ratio()
@@ -127,9 +123,24 @@ class Source:
         return f"; valid here: {', '.join(names)}" if names else ""
 
 
-def _plain(location: Sequence[str]) -> tuple[str, ...]:
-    """A location without positions in lists."""
-    return tuple(part for part in location if not part.isdigit())
+def _section_at(
+    model: type[BaseModel], location: Sequence[str]
+) -> tuple[tuple[str, ...], type[BaseModel] | None]:
+    """A location without positions in lists and the user's own names in tables of sections; and the
+    section's model, where it has one.
+    """
+    found: list[str] = []
+    here: type[BaseModel] | None = model
+    named = False
+    for part in location:
+        if named or part.isdigit():
+            named = False
+            continue
+        found.append(part)
+        field = here.model_fields.get(part) if here is not None else None
+        here = section_in(field.annotation) if field is not None else None
+        named = here is not None and field is not None and get_origin(field.annotation) is dict
+    return tuple(found), here
 
 
 def _child(node: Any, key: str) -> Any:

@@ -12,6 +12,7 @@ the stage after.
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from dataclasses import dataclass, field
@@ -23,7 +24,14 @@ import structlog
 
 from services.common.config import Queue
 from services.common.lifecycle import cancel
-from services.common.queue import BLOCK_S, EVALUATION_OF, GROUP, NEXT, QueueClient
+from services.common.queue import (
+    BLOCK_S,
+    CLOCK_TOLERANCE_S,
+    EVALUATION_OF,
+    GROUP,
+    NEXT,
+    QueueClient,
+)
 from services.common.recorder import Recorder
 
 TAKEOVER_EVERY_S = 1.0
@@ -93,6 +101,8 @@ class Stage:
         recorder: Recorder,
     ) -> None:
         self.clock = Clock()
+        self._run_began_s = -math.inf
+        """By our monotonic clock, once the server has said it."""
         self.consumer = consumer
         self._client, self._keys = client, client.keys
         self._name = name
@@ -333,23 +343,27 @@ class Stage:
                 if word != "held":
                     self._drop(entry, count_lost=word == "lost")
                     continue
-                self._note_wait(entry, now_ms=clock[3], started_ms=clock[4])
+                self._note_wait(entry, now_ms=clock[3])
                 if entry.deliveries > 1:
                     self._recorder.count("queue/redelivered_total")
                 held.append(entry)
         return held
 
-    def _note_wait(self, entry: Entry, *, now_ms: int, started_ms: int) -> None:
+    def _note_wait(self, entry: Entry, *, now_ms: int) -> None:
         if entry.deliveries > 1:
             return
         wait_s = (now_ms - int(entry.entry_id.split("-")[0])) / 1000
-        if wait_s < 0 or wait_s > (now_ms - started_ms) / 1000 + 1:
-            self._recorder.count("queue/bad_wait_total")  # the server's clock was stepped
+        # No group is older than its run; by the server's clock alone a step of it would age both.
+        if not 0 <= wait_s <= time.monotonic() - self._run_began_s + CLOCK_TOLERANCE_S:
+            self._recorder.count("queue/bad_wait_total")
             return
         entry.wait_s = wait_s
 
     def _set_clock(self, clock: list[Any]) -> None:
         self.clock = Clock(attempt=int(clock[0]), step=int(clock[1]), state=clock[2])
+        now_ms, started_ms = clock[3:5]
+        if started_ms and self._run_began_s == -math.inf:
+            self._run_began_s = time.monotonic() - (now_ms - started_ms) / 1000
         self._recorder.set_clock(attempt=self.clock.attempt, step=self.clock.step)
 
     async def _finish(

@@ -22,12 +22,16 @@ import os
 import signal
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, Self
 
 HEADER = struct.Struct(">Q")
 """Length of the frame that follows."""
+
+LOG_ARGUMENT = "log_metric"
+"""The argument by which a function can say numbers beside its result: `log_metric(name, value)`."""
 
 START_TIMEOUT_S = 120.0
 """Of a worker's start with all its imports."""
@@ -170,24 +174,43 @@ class Pool:
             raise errors.exceptions[0] from None
         self._idle.extend(task.result() for task in tasks)
 
-    async def call(self, reference: str, kwargs: Mapping[str, Any], *, timeout_s: float) -> Any:
+    async def call(
+        self,
+        reference: str,
+        kwargs: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        took: Callable[[float], None] | None = None,
+        logged: Callable[[str, float], None] | None = None,
+    ) -> Any:
         """Call `reference` with `kwargs` (JSON values) in a worker; its result, as JSON brings it
         back.
 
-        Waiting for a free worker is not part of `timeout_s`. Cancelling the call kills its process.
+        Waiting for a free worker is part neither of `timeout_s` nor of the seconds that `took` is
+        told, however the call ends. With `logged` the function gets LOG_ARGUMENT, and what it says
+        by it is told when it has returned. Cancelling the call kills its process.
         Raises CallTimedOut, WorkerDied, LoadFailed or CallRaised.
         """
-        frame = _frame({"call": reference, "kwargs": dict(kwargs)})
+        logs = logged is not None
+        frame = _frame({"call": reference, "kwargs": dict(kwargs), "logs": logs})
         async with self._places:
             worker = await self._take()
+            begin_s = time.monotonic()
             try:
                 answer = await worker.ask(frame, timeout_s=timeout_s)
             except BaseException:
                 # Whatever interrupted it, the user's function may still be running in there.
                 self._discard(worker)
                 raise
+            finally:
+                if took is not None:
+                    took(time.monotonic() - begin_s)
             self._idle.append(worker)
-        return _checked(answer)
+        value = _checked(answer)
+        if logged is not None:
+            for name, number in answer["logged"]:
+                logged(name, number)
+        return value
 
     async def close(self) -> None:
         """Kill all workers and wait until they are gone; running calls raise WorkerDied."""
@@ -254,7 +277,12 @@ def _answer(request: dict[str, Any], loaded: dict[str, Callable[..., Any]]) -> b
         if "load" in request:
             return _frame({"value": None})
         stage = "call"
-        return _frame({"value": loaded[request["call"]](**request["kwargs"])})
+        logged: list[tuple[str, float]] = []
+        kwargs = request["kwargs"]
+        if request["logs"]:
+            kwargs[LOG_ARGUMENT] = lambda name, value: logged.append((str(name), float(value)))
+        value = loaded[request["call"]](**kwargs)
+        return _frame({"value": value, "logged": logged})
     except BaseException as error:
         # The first frame is this function's own; what the user can act on begins below it.
         below = error.__traceback__.tb_next if error.__traceback__ is not None else None

@@ -1,7 +1,7 @@
 """One conversation: generate, and what came of it as a sequence to train on. Single-turn."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,9 +22,11 @@ class Generates(Protocol):
         temperature: float,
         max_tokens: int,
         stop_token_ids: Sequence[int],
+        sampled: Callable[[int], None],
         seed: int | None = None,
     ) -> Generated:
-        """Sample one completion."""
+        """Sample one completion. `sampled` is called once with the number of tokens that were
+        generated, also where the call fails or is cut off."""
         ...
 
 
@@ -35,16 +37,18 @@ async def converse(
     *,
     temperature: float,
     max_tokens: int,
+    sampled: Callable[[int], None],
     seed: int | None,
 ) -> Conversation:
     """Run one conversation to its end. Errors of the engine pass through: a failed conversation
-    has no value."""
+    has no value; its tokens have been told to `sampled` all the same."""
     begin_s = time.monotonic()
     generated = await engine.generate(
         prompt_ids,
         temperature=temperature,
         max_tokens=max_tokens,
         stop_token_ids=template.end_tokens,
+        sampled=sampled,
         seed=seed,
     )
     text = template.text(generated.token_ids)

@@ -11,7 +11,7 @@ import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,13 +125,15 @@ class Engine:
         temperature: float,
         max_tokens: int,
         stop_token_ids: Sequence[int],
+        sampled: Callable[[int], None],
         seed: int | None = None,
     ) -> Generated:
         """Sample one completion. All sampling parameters are set here: AsyncLLM takes no defaults
         from the model.
 
-        Cancelling the call aborts the request in the engine. Raises EngineDead when the engine
-        has died, and ValueError when the prompt does not fit.
+        `sampled` is called once with the number of tokens that the engine has generated, also where
+        the call fails. Cancelling it aborts the request in the engine. Raises EngineDead when the
+        engine has died, and ValueError when the prompt does not fit.
         """
         parameters = SamplingParams(
             n=1,
@@ -151,7 +153,7 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         begin_s = time.monotonic()
-        output = (await self._run(prompt_ids, parameters)).outputs[0]
+        output = (await self._run(prompt_ids, parameters, sampled)).outputs[0]
         ids = list(output.token_ids)
         logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
         assert len(logprobs) == len(ids), "one log-probability a token"
@@ -233,22 +235,50 @@ class Engine:
         del self._llm
         gc.collect()
 
-    async def _run(self, prompt_ids: Sequence[int], parameters: SamplingParams) -> Any:
+    async def _run(
+        self,
+        prompt_ids: Sequence[int],
+        parameters: SamplingParams,
+        sampled: Callable[[int], None] | None = None,
+    ) -> Any:
         self._running += 1
+        request_id = str(next(self._numbers))
+        stream = self._llm.generate(
+            tokens_input(list(prompt_ids)), parameters, request_id=request_id
+        )
+        # A task of its own: vLLM forgets a request while the cancellation passes through it, and
+        # with it how many tokens it had generated.
+        whole = asyncio.create_task(_last(stream))
+        tokens = 0
         try:
             with _death():
-                stream: AsyncIterator[Any] = self._llm.generate(
-                    tokens_input(list(prompt_ids)),
-                    parameters,
-                    request_id=str(next(self._numbers)),
-                )
-                last = None
-                async for output in stream:
-                    last = output
-            assert last is not None
-            return last
+                return await asyncio.shield(whole)
+        except BaseException:
+            tokens = self._sampled(request_id)
+            whole.cancel()
+            await asyncio.gather(whole, return_exceptions=True)
+            raise
         finally:
+            if whole.done() and not whole.cancelled() and whole.exception() is None:
+                tokens = len(whole.result().outputs[0].token_ids)
+            if sampled is not None:
+                sampled(tokens)
             self._running -= 1
+
+    def _sampled(self, request_id: str) -> int:
+        """Tokens that a request inside the engine has generated so far."""
+        processor = self._llm.output_processor
+        states = map(processor.request_states.get, processor.external_req_ids.get(request_id, ()))
+        return sum(state.detokenizer.num_output_tokens() for state in states if state is not None)
+
+
+async def _last(stream: AsyncIterator[Any]) -> Any:
+    """A request's final output."""
+    last = None
+    async for output in stream:
+        last = output
+    assert last is not None
+    return last
 
 
 @contextmanager

@@ -4,6 +4,7 @@ about them."""
 import asyncio
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -53,9 +54,13 @@ class GroupRunner:
         self.unfinished = 0
         """Conversations that hold a slot or wait for one."""
 
-    async def run(self, request: wire.RolloutRequest) -> Group:
+    async def run(self, request: wire.RolloutRequest, *, training: bool = True) -> Group:
         """All conversations of the request. One that fails shrinks the group and is counted; a
-        dead engine raises."""
+        dead engine raises.
+
+        What is generated for training counts at once, whatever becomes of the conversation: tokens
+        of one that fails, or of a group that is lost, have cost as much as any other.
+        """
         sampling = request.sampling
         messages: list[Message] = [{"role": m.role, "content": m.content} for m in request.messages]
         prompt_ids = self._template.render(messages)
@@ -68,6 +73,7 @@ class GroupRunner:
                     prompt_ids,
                     temperature=sampling.temperature,
                     max_tokens=min(sampling.max_completion_tokens, room),
+                    sampled=self._count_sampled if training else _ignore,
                     seed=seed_of(self._recipe.run, request.group_id, generation, turn=0),
                 )
             )
@@ -86,8 +92,17 @@ class GroupRunner:
     def _finished(self, _: "asyncio.Task[Conversation]") -> None:
         self.unfinished -= 1
 
+    def _count_sampled(self, tokens: int) -> None:
+        self._recorder.count("rollout/generated_tok_s", tokens)
+
     async def _one(
-        self, prompt_ids: list[int], *, temperature: float, max_tokens: int, seed: int
+        self,
+        prompt_ids: list[int],
+        *,
+        temperature: float,
+        max_tokens: int,
+        sampled: Callable[[int], None],
+        seed: int,
     ) -> Conversation:
         async with self._slots, asyncio.timeout(self._recipe.generation.timeout_s):
             return await converse(
@@ -96,6 +111,7 @@ class GroupRunner:
                 prompt_ids,
                 temperature=temperature,
                 max_tokens=max_tokens,
+                sampled=sampled,
                 seed=seed,
             )
 
@@ -126,8 +142,8 @@ class GroupRunner:
                 record.ratio("eval/clipped_ratio", float(clipped), 1)
             record.count("eval/failed_total", sum(group.failed.values()))
             return
+        record.count("rollout/failed_total", sum(group.failed.values()))
         for reason, number in group.failed.items():
-            record.count("rollout/failed_total", number)
             record.count(f"rollout/failed/{reason}", number)
         for conversation in group.conversations.values():
             tokens = conversation.generated_tokens
@@ -137,7 +153,6 @@ class GroupRunner:
             record.observe("rollout/turns_max", len(conversation.turns))
             record.ratio("rollout/samples_per_rollout", len(conversation.sequences), 1)
             record.count(f"rollout/ended/{END_NAMES[conversation.end_reason]}")
-            record.count("rollout/generated_tok_s", tokens)
             record.ratio("completions/mean_length", tokens, 1)
             record.observe("completions/max_length", tokens)
             record.observe("completions/min_length", tokens)
@@ -150,6 +165,10 @@ class GroupRunner:
             reprefill = sum(span.start for s in conversation.sequences for span in s.spans[1:])
             if reprefill:
                 record.count("perf/weight_sync_reprefill_tokens", reprefill)
+
+
+def _ignore(_: int) -> None:
+    """Evaluation, and what a caller asks for, are in none of training's numbers."""
 
 
 def to_wire(request: wire.RolloutRequest, group: Group, *, producer: str) -> wire.RolloutGroup:

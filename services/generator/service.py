@@ -106,7 +106,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             group_id=f"call.{uuid.uuid4().hex}", messages=request.messages, sampling=sampling
         )
         runner, serving = self._for_calls
-        group = await runner.run(asked)
+        group = await runner.run(asked, training=False)
         if not group.conversations:
             reasons = ", ".join(f"{n} {reason}" for reason, n in group.failed.items())
             await grpc_kit.abort(
@@ -316,7 +316,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
         if not entry.evaluation:
             self._event(recorder, request, metrics_pb2.GROUP_STATE_GENERATING)
         self._starting.discard(entry)  # in the same moment the runner counts its conversations
-        group = await runner.run(request)
+        group = await runner.run(request, training=not entry.evaluation)
         self._handing.add(entry)
         runner.measure(group, evaluation=entry.evaluation)
         if len(group.conversations) < (1 if entry.evaluation else MIN_GROUP):

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from services.common.errors import UserError
+from services.launcher import cli_asking
 from services.launcher.errors import RunFailed
 
 FAILURE_STATUS, MISTAKE_STATUS = 1, 2
@@ -95,34 +96,7 @@ def make_tiny_model(
     print(f"made {made}")
 
 
-@app.command(epilog="Example: `headrace verdict http://localhost:8080 demo --speed-up 2`")
-def verdict(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The aggregator's address.")],
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")],
-    window: Annotated[
-        int | None, typer.Option(metavar="N", help="Judge the last N steps, 20 by default.")
-    ] = None,
-    speed_up: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Also predict a step with that stage X times as fast."),
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(metavar="F", help="The file of network.token_file, if any.")
-    ] = None,
-) -> None:
-    """Say which stage holds a run back, what it costs, and what to turn next."""
-    from rich.console import Console
-
-    from services.launcher import verdict_command
-
-    verdict_command.show(
-        url,
-        run=run,
-        window=window,
-        speed_up=speed_up,
-        token_file=token_file,
-        console=Console(),
-    )
+cli_asking.add_to(app)
 
 
 @app.command()

@@ -7,6 +7,14 @@ from itertools import pairwise
 ABSENT = "—"
 BLOCKS = "▁▂▃▄▅▆▇█"
 
+FLAT = 1e-12
+"""A sparkline whose relative range is below this is flat: means of equal values differ by their
+rounding.
+"""
+
+SPANS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+"""Seconds of the units of time that people count in."""
+
 SUFFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -46,8 +54,20 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def sparkline(values: Sequence[float], *, width: int) -> str:
-    """At most `width` blocks over the whole history, each the mean of its share; "" without values.
+def ago(seconds: float | None) -> str:
+    """4.2 -> 4 s ago, 130 -> 2 min ago, 9000 -> 2 h ago, 1e6 -> 11 d ago; a negative one is to
+    come: -9000 -> in 2 h.
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return ABSENT
+    size, unit = next((each for each in SPANS if abs(seconds) >= each[0]), SPANS[-1])
+    amount = f"{int(abs(seconds) / size)} {unit}"
+    return f"{amount} ago" if seconds > -1 else f"in {amount}"
+
+
+def sparkline(values: Sequence[float | None], *, width: int) -> str:
+    """At most `width` blocks over the whole history, each the mean of its share, or a space where
+    all of its share is absent; "" without values.
 
     Example: [0, 0, 1, 1] at width 2 -> "▁█".
     """
@@ -55,9 +75,21 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
         return ""
     columns = min(width, len(values))
     edges = [round(column * len(values) / columns) for column in range(columns + 1)]
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
-    low, high = min(means), max(means)
-    if high == low:
-        return BLOCKS[3] * columns
-    top = len(BLOCKS) - 1
-    return "".join(BLOCKS[round((mean - low) / (high - low) * top)] for mean in means)
+    means = [_mean(values[start:end]) for start, end in pairwise(edges)]
+    found = [mean for mean in means if mean is not None]
+    # Scaled to at most 1: a difference of large numbers would overflow.
+    scale = max(map(abs, found), default=0.0) or 1.0
+    low, high = min(found, default=0.0) / scale, max(found, default=0.0) / scale
+    return "".join(" " if mean is None else _block(mean / scale, low, high) for mean in means)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    # Divided first: the sum of large numbers would overflow.
+    return sum(value / len(found) for value in found) if found else None
+
+
+def _block(mean: float, low: float, high: float) -> str:
+    if high - low < FLAT:
+        return BLOCKS[3]
+    return BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))]

@@ -51,7 +51,7 @@ class MetricsClient:
 
     async def history(self, key: str, *, reduce: str | None = None) -> list[Point]:
         """One value a step, oldest first; empty while nothing is known of the key."""
-        parameters = {"axis": "step", "max_points": str(MAX_POINTS)}
+        parameters = {"axis": "step", "max_points": str(MAX_POINTS), "limit": str(MAX_POINTS)}
         if reduce is not None:
             parameters["reduce"] = reduce
         answer = await self._get(f"{self._run}/metrics/{quote(key)}", **parameters)

@@ -2,7 +2,8 @@
 
 How a function is called is what users of TRL know: keyword arguments `prompts`, `completions`,
 `texts`, every column of the dataset row as a list with one entry a conversation, and the recipe's
-`params`; what the signature does not take is left out. It returns one number or None (it abstains)
+`params`; what the signature does not take is left out. By `log_metric`, which it takes by name, it
+can say numbers of its own. It returns one number or None (it abstains)
 a conversation. See docs/rewards.md.
 """
 
@@ -12,6 +13,7 @@ import inspect
 import json
 import math
 import re
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from services.common import config, plugins, workers
 from services.common.errors import UserError
 from services.scorer.advantages import MAX_MAGNITUDE
 
-OURS = ("prompts", "completions", "texts")
+OURS = ("prompts", "completions", "texts", workers.LOG_ARGUMENT)
 """Arguments that a dataset column or a parameter of the same name cannot replace."""
 
 METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -78,11 +80,13 @@ class Function:
     """Names of its arguments; None when it takes any."""
     needs: frozenset[str]
     """Arguments without a default."""
+    logs: bool = False
+    """It takes `log_metric`."""
 
     def arguments(self, conversations: Conversations) -> dict[str, Any]:
         """What it is called with. Raises MissingColumn."""
         offered = {**conversations.arguments(), **self.params}
-        missing = sorted(self.needs - offered.keys())
+        missing = sorted(self.needs - offered.keys() - {workers.LOG_ARGUMENT})
         if missing:
             raise MissingColumn(
                 f"it needs {', '.join(missing)}, and the row has only the columns "
@@ -118,6 +122,10 @@ class Verdict:
     """Of the abstentions: NaN, an infinity, or beyond MAX_MAGNITUDE."""
     failure: Failure | None = None
     """Set when the call gave nothing; all rewards are then None."""
+    seconds: float | None = None
+    """The call lasted, without its wait for a worker; None where there was none."""
+    logged: tuple[tuple[str, float], ...] = ()
+    """What it said by `log_metric`, name and value."""
 
 
 def resolve(settings: config.Rewards) -> tuple[Function, ...]:
@@ -144,6 +152,7 @@ def resolve(settings: config.Rewards) -> tuple[Function, ...]:
                 or inspect.iscoroutinefunction(type(call).__call__),
                 accepts=accepts,
                 needs=needs,
+                logs=accepts is not None and workers.LOG_ARGUMENT in accepts,
             )
         )
     return tuple(functions)
@@ -192,30 +201,60 @@ class Judges:
 
     async def _one(self, function: Function, conversations: Conversations) -> Verdict:
         number = len(conversations.completions)
+        lasted_s: list[float] = []
+        logged: list[tuple[str, float]] = []
+
+        def log(name: str, value: float) -> None:
+            logged.append((str(name), float(value)))
+
         try:
             arguments = function.arguments(conversations)
             if function.is_async:
-                returned = await self._await(function, arguments)
+                given = {workers.LOG_ARGUMENT: log} if function.logs else {}
+                returned = await self._await(function, arguments, given, took=lasted_s.append)
             else:
                 returned = await self.pool.call(
-                    function.reference, arguments, timeout_s=self.timeout_s
+                    function.reference,
+                    arguments,
+                    timeout_s=self.timeout_s,
+                    took=lasted_s.append,
+                    logged=log if function.logs else None,
                 )
         except (workers.WorkerError, MissingColumn) as error:
             text = error.traceback_text if isinstance(error, workers.CallRaised) else ""
             failure = Failure(reason=str(error), traceback_text=text)
-            return Verdict(name=function.name, rewards=[None] * number, failure=failure)
+            return Verdict(
+                name=function.name,
+                rewards=[None] * number,
+                failure=failure,
+                seconds=next(iter(lasted_s), None),
+            )
         rewards, num_nonfinite = read_rewards(returned, number=number, name=function.name)
-        return Verdict(name=function.name, rewards=rewards, num_nonfinite=num_nonfinite)
+        return Verdict(
+            name=function.name,
+            rewards=rewards,
+            num_nonfinite=num_nonfinite,
+            seconds=lasted_s[0],
+            logged=tuple(logged),
+        )
 
-    async def _await(self, function: Function, arguments: dict[str, Any]) -> Any:
+    async def _await(
+        self,
+        function: Function,
+        arguments: dict[str, Any],
+        given: dict[str, Any],
+        *,
+        took: Callable[[float], None],
+    ) -> Any:
         """Await an async function, at most its timeout, even when it does not let itself be
         cancelled.
         """
 
         async def run() -> Any:
             # A copy: what one function changes in place, the others must not see.
-            return await function.call(**copy.deepcopy(arguments))
+            return await function.call(**(copy.deepcopy(arguments) | given))
 
+        begin_s = time.monotonic()
         task = asyncio.create_task(run())
         self._stray.add(task)
         task.add_done_callback(self._stray.discard)
@@ -223,6 +262,7 @@ class Judges:
             done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
         finally:
             task.cancel()
+            took(time.monotonic() - begin_s)
         if not done:
             raise workers.CallTimedOut(f"did not return within {self.timeout_s:g} s")
         if task.cancelled():

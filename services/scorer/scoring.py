@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from services.common.config import Recipe
+from services.common.custom_metrics import CUSTOM_PREFIX
 from services.common.recorder import Recorder
 from services.scorer.advantages import GroupAdvantages, combine, group_advantages
 from services.scorer.rewards import Conversations, Judges, Verdict
@@ -75,10 +76,22 @@ def record(judgement: Judgement, recorder: Recorder, *, evaluation: bool) -> Non
             recorder.observe_many(f"{prefix}rewards/{verdict.name}", given)
     if evaluation:
         return
+    for verdict in judgement.verdicts:
+        for name, value in verdict.logged:
+            recorder.observe(f"{CUSTOM_PREFIX}{name}", value)
     recorder.count("reward/unscored_total", len(judgement.totals) - len(present))
     if judgement.enough and judgement.advantages.std is not None:
         recorder.observe("reward_std", judgement.advantages.std)
         recorder.ratio("reward/zero_std_frac", float(judgement.advantages.zero_signal), 1.0)
+
+
+def record_seconds(judgement: Judgement, recorder: Recorder) -> None:
+    """Record how long each function took for a group of training: time is spent also on a group
+    whose claim is lost in the end.
+    """
+    for verdict in judgement.verdicts:
+        if verdict.seconds is not None:
+            recorder.observe(f"reward/function_s/{verdict.name}", verdict.seconds)
 
 
 class Complaints:

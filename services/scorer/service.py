@@ -86,6 +86,7 @@ class Scorer:
             return
         if not evaluation:
             self._recorder.observe("rollout/score_s", time.monotonic() - begun_s)
+            scoring.record_seconds(judgement, self._recorder)
         self._complaints.of(judgement, group_id=entry.group_id)
         if await self._finish(entry, stage, group, judgement) == "done":
             # Only now: had the claim been lost, another scorer would record the same group.

@@ -1,6 +1,7 @@
 """What the trainer records about a step, from plain values; the traps of each key are in the
 catalogue."""
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -33,14 +34,19 @@ BUDGET = (
 
 @dataclass
 class StepTimes:
-    """Seconds of one step by part."""
+    """Seconds of one step by part. An evaluation or a checkpoint between two steps belongs to the
+    second of them."""
 
     rollout_wait_s: float = 0.0
+    straggler_wait_s: float = 0.0
     data_s: float = 0.0
     fwd_s: float = 0.0
+    """Of fwd_bwd_s."""
     fwd_bwd_s: float = 0.0
     optimizer_s: float = 0.0
     weight_sync_s: float = 0.0
+    checkpoint_s: float = 0.0
+    eval_s: float = 0.0
     step_s: float | None = None
     """None for the first step: nothing marks its beginning."""
 
@@ -49,7 +55,7 @@ class StepTimes:
         """step_s less the parts."""
         if self.step_s is None:
             return None
-        return self.step_s - sum(getattr(self, part, 0.0) for part in BUDGET)
+        return self.step_s - math.fsum(getattr(self, part) for part in BUDGET)
 
 
 @dataclass
@@ -85,7 +91,7 @@ class Totals:
             self.step_s.append(times.step_s)
             self.samples_of_step.append(samples)
             for part in (*BUDGET, "unaccounted_s"):
-                self.parts[part].append(getattr(times, part, 0.0) or 0.0)
+                self.parts[part].append(getattr(times, part) or 0.0)
 
     def summary(self) -> dict[str, Any]:
         """Medians over the steps after the first; rates over their whole time."""

@@ -6,6 +6,8 @@ writes nothing more.
 """
 
 import asyncio
+import math
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any
 
 from services.common.config import Queue
 from services.common.errors import Fenced, UserError
-from services.common.queue import BLOCK_S, GROUP, QueueClient
+from services.common.queue import BLOCK_S, CLOCK_TOLERANCE_S, GROUP, QueueClient
 
 CONSUMER_IDLE_MS = 3_600_000
 """A consumer idle for so long with nothing pending belonged to a worker that is gone."""
@@ -37,7 +39,8 @@ class Delivery:
     reason: str
     """Of a tombstone; empty for a result."""
     wait_s: float | None
-    """Seconds in the stream by the server's clock; None when that clock was stepped."""
+    """Seconds in the stream by the server's clock; None when that clock was stepped meanwhile: less
+    than none, or more than this attempt has lasted."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class RunQueue:
     def __init__(self, client: QueueClient) -> None:
         self._client, self._keys = client, client.keys
         self.attempt = 0
+        self._started_s = -math.inf
         self._step = 0
         self._settling = asyncio.Lock()
         streams = (self._keys.samples, self._keys.evals)
@@ -90,6 +94,7 @@ class RunQueue:
                 "with --fresh"
             )
         self.attempt = int(attempt)
+        self._started_s = time.monotonic()
         return self.attempt, dict(zip(places[::2], places[1::2], strict=True))
 
     async def dispatch(self, group_id: str, data: bytes, *, evaluation: bool = False) -> None:
@@ -117,13 +122,14 @@ class RunQueue:
         self._taken[key].update(entry_id.decode() for entry_id, _ in entries)
         now_s, micros = await self._client.call(self._client.raw.time)
         now_ms = now_s * 1000 + micros // 1000
+        longest_s = time.monotonic() - self._started_s + CLOCK_TOLERANCE_S
         return [
             Delivery(
                 entry_id=entry_id.decode(),
                 group_id=fields.get(b"id", b"").decode(errors="replace"),
                 data=fields.get(b"data", b""),
                 reason=fields.get(b"reason", b"").decode(errors="replace"),
-                wait_s=_wait_s(entry_id, now_ms),
+                wait_s=_wait_s(entry_id, now_ms, longest_s=longest_s),
             )
             for entry_id, fields in entries
         ]
@@ -224,6 +230,6 @@ class RunQueue:
             )
 
 
-def _wait_s(entry_id: bytes, now_ms: int) -> float | None:
+def _wait_s(entry_id: bytes, now_ms: int, *, longest_s: float) -> float | None:
     wait_s = (now_ms - int(entry_id.split(b"-")[0])) / 1000
-    return wait_s if wait_s >= 0 else None
+    return wait_s if 0 <= wait_s <= longest_s else None

@@ -188,7 +188,7 @@ class Training:
     async def _evaluate(self, when: str) -> None:
         if not self._recipe.evaluation.enabled:
             return
-        version = self._store.version
+        begin_s, version = time.monotonic(), self._store.version
         self._lifecycle.enter(f"waiting for generators to serve version {version}")
         if not await self._servicer.wait_served(version, timeout_s=SYNCED_WITHIN_S):
             structlog.get_logger().warning("not all generators serve the version to evaluate")
@@ -201,7 +201,8 @@ class Training:
             version=version,
         )
         self._evaluations.append(found)
-        self._record.observe("perf/eval_s", found.seconds)
+        # Generators were waited for, too: it is what holds the trainer.
+        self._record.observe("perf/eval_s", time.monotonic() - begin_s)
         if found.accuracy is not None:
             self._lifecycle.details[f"eval_{when}"] = f"{found.accuracy:.4f}"
         structlog.get_logger().info(
@@ -249,6 +250,8 @@ class Training:
             groups = await self._fill(times)
             if groups:  # else all that was left has been given up
                 previous_s = await self._train(groups, times, previous_s)
+        # What comes now is no part of the last step: its time has been recorded.
+        self._record.set_clock(attempt=self._queue.attempt, step=self._totals.steps + 1)
 
     async def _fill(self, times: StepTimes) -> list[AdmittedGroup]:
         """Groups for the open step: as many as a step has, or as are left."""
@@ -297,7 +300,9 @@ class Training:
 
     async def _admit(self, delivery: Delivery) -> AdmittedGroup | None:
         """A group for the open step; or it is settled as dropped, and None."""
-        if delivery.wait_s is not None:
+        if delivery.wait_s is None:
+            self._record.count("queue/bad_wait_total")
+        elif not delivery.reason:  # a tombstone is no sample
             self._record.observe("sample/time_in_queue_s", delivery.wait_s)
         self._event(delivery.group_id, metrics_pb2.GROUP_STATE_QUEUED)
         if delivery.reason in REASONS:

@@ -26,10 +26,21 @@ def count(
     *,
     default: Reduction = "sum",
     since: str | None = None,
+    only_when: str | None = None,
     old_names: tuple[str, ...] = (),
 ) -> Metric:
     """A key that adds up; its unit is the sum's."""
-    return Metric(key, "count", unit, default, producers, meaning, since=since, old_names=old_names)
+    return Metric(
+        key,
+        "count",
+        unit,
+        default,
+        producers,
+        meaning,
+        since=since,
+        only_when=only_when,
+        old_names=old_names,
+    )
 
 
 def observed(
@@ -40,11 +51,20 @@ def observed(
     *,
     default: Reduction = "mean",
     since: str | None = None,
+    only_when: str | None = None,
     old_names: tuple[str, ...] = (),
 ) -> Metric:
     """A key with one value each time that something happens."""
     return Metric(
-        key, "observation", unit, default, producers, meaning, since=since, old_names=old_names
+        key,
+        "observation",
+        unit,
+        default,
+        producers,
+        meaning,
+        since=since,
+        only_when=only_when,
+        old_names=old_names,
     )
 
 
@@ -55,7 +75,18 @@ def ratio(
     *,
     unit: str = "1",
     since: str | None = None,
+    only_when: str | None = None,
     old_names: tuple[str, ...] = (),
 ) -> Metric:
     """A key whose numerators and denominators add up."""
-    return Metric(key, "ratio", unit, "ratio", producers, meaning, since=since, old_names=old_names)
+    return Metric(
+        key,
+        "ratio",
+        unit,
+        "ratio",
+        producers,
+        meaning,
+        since=since,
+        only_when=only_when,
+        old_names=old_names,
+    )

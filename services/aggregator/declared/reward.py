@@ -11,12 +11,19 @@ REWARD = (
         "reward",
         "One function's rewards; where it abstained there is no observation.",
     ),
+    observed(
+        "reward/function_s/{function}",
+        S,
+        "s",
+        "One function's call for one group, without its wait for a free worker.",
+    ),
     count("reward/unscored_total", S, "conversations", "Conversations that no function scored."),
     count(
         "reward/failed_calls_total",
         S,
         "calls",
         "Calls of a reward function that raised, timed out or answered nonsense.",
+        only_when="a call failed",
     ),
     ratio("reward/zero_std_frac", S, "Groups without signal over groups."),
 )

@@ -126,10 +126,20 @@ ROLLOUT = (
         "conversations",
         "Conversations that failed; they are never scored as zero.",
     ),
-    count("rollout/failed/{reason}", G, "conversations", "Conversations that failed, by reason."),
+    count(
+        "rollout/failed/{reason}",
+        G,
+        "conversations",
+        "Conversations that failed, by reason.",
+        only_when="a conversation failed",
+    ),
     count("rollout/vllm_retry_total", G, "calls", "Engine calls tried again.", since=CONVERSATIONS),
     count(
-        "rollout/score_block_s", G, "s", "Generation held back because the groups stream was full."
+        "rollout/score_block_s",
+        G,
+        "s",
+        "Generation held back because the groups stream was full.",
+        only_when="the groups stream was full",
     ),
     observed("rollout/score_s", S, "s", "Scoring of one group.", old_names=("scoring_time_ms",)),
     observed(
@@ -148,7 +158,11 @@ ROLLOUT = (
     ),
     ratio("rollout/scorer_busy_frac", S, "Time with at least one group in work, over time."),
     count(
-        "rollout/backpressure_s", S, "s", "Scoring held back because the rollout queue was full."
+        "rollout/backpressure_s",
+        S,
+        "s",
+        "Scoring held back because the rollout queue was full.",
+        only_when="the samples stream was full",
     ),
 )
 

@@ -7,20 +7,56 @@ QUEUE = (
     observed("queue/waiting/{stream}", T, "groups", "Groups waiting in a stream.", default="last"),
     observed("queue/held/{stream}", T, "groups", "Groups held by consumers.", default="last"),
     observed(
-        "queue/oldest_wait_s/{stream}", T, "s", "Age of the oldest waiting group.", default="last"
+        "queue/oldest_wait_s/{stream}",
+        T,
+        "s",
+        "Age of the oldest waiting group.",
+        default="last",
+        only_when="a group waits at the moment of sampling",
     ),
     ratio("queue/fill_frac/{stream}", T, "Groups waiting over the stream's capacity."),
-    count("queue/takeover_total", ALL, "groups", "Entries claimed from a worker that fell silent."),
-    count("queue/lost_total", ALL, "groups", "Hand-offs refused because the claim was lost."),
-    count("queue/redelivered_total", ALL, "groups", "Entries delivered again."),
-    count("queue/dead_total", ALL, "groups", "Entries moved to the dead letters."),
+    count(
+        "queue/takeover_total",
+        ALL,
+        "groups",
+        "Entries claimed from a worker that fell silent.",
+        only_when="a worker fell silent",
+    ),
+    count(
+        "queue/lost_total",
+        ALL,
+        "groups",
+        "Hand-offs refused because the claim was lost.",
+        only_when="a claim was lost",
+    ),
+    count(
+        "queue/redelivered_total",
+        ALL,
+        "groups",
+        "Entries delivered again.",
+        only_when="an entry was delivered again",
+    ),
+    count(
+        "queue/dead_total",
+        ALL,
+        "groups",
+        "Entries moved to the dead letters.",
+        only_when="an entry could not be processed",
+    ),
     count(
         "queue/bad_wait_total",
         ALL,
         "waits",
         "Waits left out because the queue server's clock was stepped.",
+        only_when="the queue server's clock was stepped",
     ),
-    count("queue/unavailable_s", ALL, "s", "Time without the queue server."),
+    count(
+        "queue/unavailable_s",
+        ALL,
+        "s",
+        "Time without the queue server.",
+        only_when="the queue server was away",
+    ),
 )
 
 SAMPLE = (
@@ -44,15 +80,40 @@ SAMPLE = (
     observed(
         "sample/staleness_max", T, "versions", "Most versions behind, when admitted.", default="max"
     ),
-    count("sample/dropped_stale_total", T, "samples", "Samples dropped as stale."),
-    count("sample/dropped/{reason}", T, "samples", "Samples dropped, by reason."),
-    count("group/dropped/{reason}", T, "groups", "Groups dropped, by reason."),
-    count("group/given_up_total", T, "groups", "Groups whose prompt will not be tried again."),
+    count(
+        "sample/dropped_stale_total",
+        T,
+        "samples",
+        "Samples dropped as stale.",
+        only_when="a group was dropped as stale",
+    ),
+    count(
+        "sample/dropped/{reason}",
+        T,
+        "samples",
+        "Samples dropped, by reason.",
+        only_when="samples were dropped",
+    ),
+    count(
+        "group/dropped/{reason}",
+        T,
+        "groups",
+        "Groups dropped, by reason.",
+        only_when="a group was dropped",
+    ),
+    count(
+        "group/given_up_total",
+        T,
+        "groups",
+        "Groups whose prompt will not be tried again.",
+        only_when="a prompt failed too often",
+    ),
     ratio(
         "sample/dropped_tokens_mean",
         T,
         "Tokens over samples of what was dropped: shows whether dropping favours short ones.",
         unit="tokens",
+        only_when="samples were dropped",
     ),
     observed(
         "sample/forwarded_tokens_mean",

@@ -107,6 +107,7 @@ PERF = (
         G,
         "tokens",
         "Tokens recomputed after a switch: the other cost to generation.",
+        only_when="weights changed under a conversation",
     ),
     ratio("perf/generator_paused_frac", G, "Paused seconds over seconds."),
     observed(
@@ -115,7 +116,13 @@ PERF = (
         "s",
         "From a publish until the slowest live replica serves it, by the trainer's clock.",
     ),
-    count("perf/empty_step_total", T, "steps", "Steps without a denominator."),
+    count(
+        "perf/empty_step_total",
+        T,
+        "steps",
+        "Steps without a denominator.",
+        only_when="a step had nothing to train on",
+    ),
     ratio("pace/outstanding_frac", T, "Groups outstanding over their bound."),
 )
 
@@ -163,6 +170,7 @@ TRAINING = (
         ("trainer", "scorer"),
         "values",
         "Ratios, log-probabilities and gradients that were guarded.",
+        only_when="a value was not finite",
     ),
 )
 
@@ -184,7 +192,13 @@ POLICY = (
     observed(
         "policy/served_version", G, "version", "The version that a replica serves.", default="last"
     ),
-    count("policy/fetch_failed_total", G, "fetches", "Fetches of a version that failed."),
+    count(
+        "policy/fetch_failed_total",
+        G,
+        "fetches",
+        "Fetches of a version that failed.",
+        only_when="a fetch failed",
+    ),
     observed(
         "policy/canary_gap",
         G,
@@ -192,5 +206,11 @@ POLICY = (
         "Mean |engine - trainer| log-probability on the canary, at each load.",
         default="max",
     ),
-    count("policy/canary_failed_total", G, "loads", "Loads that the canary refused."),
+    count(
+        "policy/canary_failed_total",
+        G,
+        "loads",
+        "Loads that the canary refused.",
+        only_when="a load was refused",
+    ),
 )

@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from services.aggregator.catalogue import CATALOGUE, GROUPS
-from services.aggregator.documentation import PLANNED, READING, anchor, markdown
+from services.aggregator.documentation import CONDITIONAL, PLANNED, READING, anchor, markdown
 from services.aggregator.metric import Group, Metric
+from services.aggregator.rules import RULES
 from services.common.config import Recipe
 
 ROOT = Path(__file__).parents[3]
@@ -57,9 +58,26 @@ def test_a_planned_key_says_that_nothing_records_it() -> None:
     assert PLANNED not in found["perf/step_s"][4]
 
 
+def test_a_conditional_key_says_on_what() -> None:
+    found = rows(markdown())
+    conditional = [metric for metric in CATALOGUE.metrics if metric.only_when is not None]
+    for metric in conditional:
+        assert found[metric.key][4].endswith(f"*{CONDITIONAL} {metric.only_when}.*")
+    assert markdown().count(f"*{CONDITIONAL} ") == len(conditional)
+    assert "*Only when a group was dropped.*" in found["group/dropped/{reason}"][4]
+
+
 def test_a_group_is_a_section() -> None:
     metric = Metric(
-        "custom/a", "count", "s", "rate", ("trainer",), "A|B.", since="3 of 8", old_names=("b", "c")
+        "custom/a",
+        "count",
+        "s",
+        "rate",
+        ("trainer",),
+        "A|B.",
+        since="3 of 8",
+        only_when="c is",
+        old_names=("b", "c"),
     )
     document = markdown([Group("custom/ and more", "Made up.", (metric,))])
     assert "- [custom/ and more](#custom-and-more)" in document
@@ -68,7 +86,7 @@ def test_a_group_is_a_section() -> None:
         "| key | by | instrument | unit | reductions | meaning |\n"
         "| --- | --- | --- | --- | --- | --- |\n"
         "| `custom/a` | trainer | count | s/s | **rate**, sum "
-        "| A\\|B. Old name: `b`, `c`. *Planned: not recorded yet.* |\n"
+        "| A\\|B. Old name: `b`, `c`. *Only when c is.* *Planned: not recorded yet.* |\n"
     )
 
 
@@ -96,6 +114,26 @@ def test_the_time_budget_is_the_one_that_the_trainer_keeps() -> None:
         if metric.meaning.startswith("Of a step:") or metric.key == "perf/unaccounted_s"
     ]
     assert sorted(parts) == sorted(declared)
+
+
+def test_the_text_s_thresholds_are_those_of_the_rules() -> None:
+    """Each row of the table says of each of its rule's conditions the limit that the rule has."""
+    text = READING.read_text()
+    for rule in RULES:
+        [when] = re.findall(rf"^\| {rule.name} \| ([^|]*) \|", text, re.MULTILINE)
+        clauses = rule.clauses[-1:] if when.startswith("the same, and") else rule.clauses
+        for condition in (each for clause in clauses for each in clause):
+            key = condition.key.replace(" + ", "` + `")
+            [said] = re.findall(rf"`{re.escape(key)}`([^;]*?)(?:, or `|;|$)", when)
+            if condition.limit is None:
+                wanted = "less than a step" if condition.compare == "<" else "a step or more"
+                assert wanted in said or f"hold {wanted}" in when, (rule.name, key)
+                continue
+            [number] = re.findall(r"\d+ %|\d\.\d+|\b0\b|\bhalf\b", said)
+            limit = {"half": 0.5}.get(number) or float(number.removesuffix(" %"))
+            assert limit / (100 if "%" in number else 1) == condition.limit, (rule.name, key)
+            words = {">=": "or more", "<": "less than", ">": "above"}
+            assert words[condition.compare] in said, (rule.name, key)
 
 
 class Page(HTMLParser):

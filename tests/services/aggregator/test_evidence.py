@@ -121,6 +121,20 @@ def test_tools_are_told_apart(ingest: Ingest, store: Store) -> None:
     assert read(store).tool_latency_s == {"search": 3.0, "run": 4.0}
 
 
+def test_reward_functions_are_told_apart(ingest: Ingest, store: Store) -> None:
+    record(ingest, range(1, 5))
+    Producer("scorer-0", service="scorer").send(
+        ingest,
+        [
+            ("reward/function_s/exact_match", observed([0.25] * 4)),
+            ("reward/function_s/judge", observed([1.0, 2.0])),
+            ("rewards/judge", observed([0.5])),
+        ],
+        step=3,
+    )
+    assert read(store).function_s == {"exact_match": 1.0, "judge": 3.0}
+
+
 async def answer(client: httpx.AsyncClient, query: str = "") -> dict[str, Any]:
     """A good answer, in strict JSON."""
     response = await client.get(f"{PATH}{query}")

@@ -80,11 +80,12 @@ def answers(store: Store) -> dict[Any, History]:
             series = find_series(connection, run, key)
             assert series is not None
             for reduction in ASKED[series.instrument]:
-                for axis, (since, until), points in itertools.product(
-                    ("step", "time"), ((None, None), (37, 641)), (1000, 11, 1)
+                for axis, bounds, points in itertools.product(
+                    ("step", "time"), (None, (37.0, 641.0)), (1000, 11, 1)
                 ):
-                    if axis == "time" and since is not None and until is not None:
-                        since, until = NOW_S + since, NOW_S + 7 * until
+                    since, until = bounds or (None, None)
+                    if axis == "time" and bounds is not None:
+                        since, until = NOW_S + bounds[0], NOW_S + 7 * bounds[1]
                     query = Query(
                         "step" if axis == "step" else "time",
                         reduction,

@@ -155,6 +155,22 @@ async def test_a_push_is_answered_with_duplicates_and_reasons(tmp_path: Path) ->
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_the_recipe_s_own_metrics_are_declared(tmp_path: Path) -> None:
+    own = 'metrics.custom/tests={instrument = "count", unit = "tests", meaning = "Tests run."}'
+    request = Producer("p").request([("custom/tests", observed([1.0]))])
+    async with serving(tmp_path, own) as aggregator:
+        (rejected,) = (await aggregator.push(request)).rejected
+        assert rejected.reason == "wrong_instrument: declared as count, sent as observation"
+        *_, last = (await aggregator.get("/api/v1/catalogue"))["metrics"]
+        assert (last["key"], last["unit"], last["reductions"]) == (
+            "custom/tests",
+            "tests",
+            ["sum", "rate"],
+        )
+        page = await aggregator.ask("/docs/metrics")
+        assert "Tests run." in page.text
+
+
 async def test_a_store_that_breaks_fails_the_call_with_a_clear_status(tmp_path: Path) -> None:
     request = Producer("p").request([("loss", observed([1.0]))])
     async with serving(tmp_path) as aggregator:

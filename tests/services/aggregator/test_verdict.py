@@ -355,6 +355,16 @@ def test_the_tool_that_takes_longest_is_named() -> None:
     assert "the tools faster" in wording.knob(judge(window(WAITS, **GENERATION, tool_s=6.0)))
 
 
+def test_the_reward_function_that_takes_longest_is_named() -> None:
+    functions = {"exact_match": 0.5, "judge": 70.0}
+    slow = judge(window(WAITS, **SCORING, function_s=functions))
+    assert slow.culprit == "the reward function judge"
+    assert "make the reward function judge faster (rewards.functions)" in wording.knob(slow)
+    unknown = judge(window(WAITS, **SCORING))
+    assert "make the reward functions faster" in wording.knob(unknown)
+    assert judge(window(WAITS, **GENERATION, function_s=functions)).culprit is None
+
+
 def test_knobs_are_keys_of_the_recipe() -> None:
     assert {rule.name for rule in RULES} < set(wording.KNOBS)
     for text in wording.KNOBS.values():
@@ -386,9 +396,8 @@ STEPS = st.builds(
     step_s=st.floats(1e-3, 100),
     **dict.fromkeys(STEP_PARTS, AMOUNTS),
 )
-POOLED = [
-    each.name for each in dataclasses.fields(Window) if each.name not in ("steps", "tool_latency_s")
-]
+BY_NAME = ("tool_latency_s", "function_s")
+POOLED = [each.name for each in dataclasses.fields(Window) if each.name not in ("steps", *BY_NAME)]
 WINDOWS = st.builds(
     Window,
     steps=st.lists(STEPS, max_size=25).map(tuple),

@@ -12,6 +12,7 @@ from services.common import queue
 from services.common.config import Queue
 from services.common.config import Recorder as RecorderSettings
 from services.common.errors import Fenced, UserError
+from services.common.partials import Count
 from services.common.queue import GROUP, QueueClient
 from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
@@ -83,6 +84,27 @@ async def test_a_group_goes_through_all_stages_and_leaves_nothing(queue_url: str
         assert await run.outstanding() == {}
         assert all(fill.waiting == fill.held == 0 for fill in (await run.gauge()).values())
         assert await stage(client).take(1) == []
+
+
+async def test_a_wait_by_a_stepped_clock_is_unknown_and_counted(queue_url: str) -> None:
+    """Entries of 1970 and of the next hour, around one of now. That the run began in 1970, too,
+    excuses nothing: this worker has known the run for less."""
+    async with connected(queue_url) as client:
+        await started(client)
+        worker = stage(client)
+        await worker._renew("requests")
+        await client.raw.hset(client.keys.clock, "started_ms", "5")
+        seconds, _ = await client.raw.time()
+        for group, entry_id in (("a", "5-0"), ("b", "*"), ("c", f"{(seconds + 3600) * 1000}-0")):
+            await client.raw.hset(client.keys.outstanding, group, "requests:trainer:1||")
+            await client.raw.xadd(client.keys.requests, {"id": group, "data": b""}, id=entry_id)
+        epoch, now, ahead = await worker.take(5)
+        assert (epoch.wait_s, ahead.wait_s) == (None, None)
+        assert now.wait_s is not None
+        assert 0 <= now.wait_s < 60
+        [bad] = [p for (key, *_), p in worker._recorder.snapshot().items() if "bad_wait" in key]
+        assert isinstance(bad, Count)
+        assert bad.sum == 2
 
 
 async def test_dispatch_twice_is_once(queue_url: str) -> None:

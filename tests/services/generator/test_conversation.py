@@ -60,7 +60,11 @@ async def test_a_conversation_that_ends_by_itself(template: ChatTemplate) -> Non
         return generated([FOUR, END])
 
     engine = FakeEngine(answer)
-    done = await converse(engine, template, [5, 6], temperature=0.5, max_tokens=9, seed=11)
+    sampled: list[int] = []
+    done = await converse(
+        engine, template, [5, 6], temperature=0.5, max_tokens=9, sampled=sampled.append, seed=11
+    )
+    assert sampled == [2]
     assert engine.calls == [
         {
             "prompt_ids": [5, 6],
@@ -86,7 +90,9 @@ async def test_a_conversation_that_is_cut(template: ChatTemplate) -> None:
         return generated([FOUR, FOUR, FOUR], versions=(3, 4), finish_reason="length")
 
     engine = FakeEngine(answer)
-    done = await converse(engine, template, [5, 6], temperature=1.0, max_tokens=3, seed=None)
+    done = await converse(
+        engine, template, [5, 6], temperature=1.0, max_tokens=3, sampled=lambda _: None, seed=None
+    )
     assert done.end_reason == wire.END_REASON_LENGTH
     # No end token was sampled, so none is trained.
     assert done.sequences[0].token_ids.tolist() == [5, 6, FOUR, FOUR, FOUR]

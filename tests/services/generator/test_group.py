@@ -178,6 +178,52 @@ async def test_prefixes_recomputed_at_a_switch_are_counted(
     assert found["completions/clipped_ratio"] == (0, 2)
 
 
+async def test_all_that_was_generated_counts_and_only_what_is_whole_is_a_completion(
+    runner_of: RunnerOf, measured: Recorder
+) -> None:
+    """Two conversations of 3 tokens, one that times out and one that fails after 5 tokens each:
+    16 tokens were generated; completions have 3."""
+
+    async def answer(call: int) -> Generated:
+        if call == 0:
+            return await hang(call)
+        if call == 1:
+            raise RuntimeError("no")
+        return generated([7, 8, 9], versions=(1,))
+
+    runner, engine = runner_of(answer, timeout_s=0.05)
+    engine.tokens_cut_off = 5
+    group = await runner.run(request_of(num=4))
+    assert values(measured) == {"rollout/generated_tok_s": 16}
+    runner.measure(group, evaluation=False)
+    found = values(measured)
+    assert found["rollout/generated_tok_s"] == 16
+    assert found["completions/mean_length"] == (6, 2)
+    assert found["rollout/failed_total"] == 2
+
+
+async def test_a_group_that_is_lost_has_generated_its_tokens_all_the_same(
+    runner_of: RunnerOf, measured: Recorder
+) -> None:
+    runner, engine = runner_of(hang)
+    engine.tokens_cut_off = 5
+    task = asyncio.create_task(runner.run(request_of(num=4)))
+    await until(lambda: len(engine.calls) == 4)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: runner.unfinished == 0)
+    assert values(measured) == {"rollout/generated_tok_s": 20}
+
+
+async def test_no_failure_is_a_count_of_0(runner_of: RunnerOf, measured: Recorder) -> None:
+    runner, _ = runner_of()
+    runner.measure(await runner.run(request_of(num=2)), evaluation=False)
+    found = values(measured)
+    assert found["rollout/failed_total"] == 0
+    assert not [key for key in found if key.startswith("rollout/failed/")]
+
+
 async def test_evaluation_has_keys_of_its_own(runner_of: RunnerOf, measured: Recorder) -> None:
     async def answer(call: int) -> Generated:
         if call == 1:
@@ -185,7 +231,7 @@ async def test_evaluation_has_keys_of_its_own(runner_of: RunnerOf, measured: Rec
         return generated([7, 8, 9], versions=(1,), finish_reason="length")
 
     runner, _ = runner_of(answer)
-    runner.measure(await runner.run(request_of(num=2)), evaluation=True)
+    runner.measure(await runner.run(request_of(num=2), training=False), evaluation=True)
     assert values(measured) == {
         "eval/mean_length": (3, 1),
         "eval/clipped_ratio": (1, 1),

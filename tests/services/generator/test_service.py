@@ -78,10 +78,13 @@ async def test_evaluation_goes_its_own_way(valkey_url: str, tmp_path: Path) -> N
     async with river(valkey_url, tmp_path) as seen:
         await seen.put(request_of("eval.0.1.7", num=1), evaluation=True)
         await seen.trainer.publish(1)
-        seen.start(FakeEngine())
+        started = seen.start(FakeEngine())
         [group] = await seen.groups(1, "eval_groups")
         assert group.request.group_id == "eval.0.1.7"
         assert len(group.rollouts) == 1
+        await started.stop()
+        assert "eval/mean_length" in seen.metrics.keys
+        assert "rollout/generated_tok_s" not in seen.metrics.keys
 
 
 async def test_a_group_too_small_ends_as_a_tombstone(valkey_url: str, tmp_path: Path) -> None:
@@ -372,3 +375,5 @@ async def test_generate_answers_when_it_is_ready_and_says_why_not(
         with pytest.raises(grpc.aio.AioRpcError, match="none finished: 2 prompt_too_long") as error:
             await started.call(long)
         assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        await started.stop()
+        assert "rollout/generated_tok_s" not in seen.metrics.keys

@@ -1,15 +1,11 @@
 """`headrace verdict` against the real REST application on loopback."""
 
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
-from typer.testing import CliRunner
 
 from services.aggregator.api.app import create_app
 from services.aggregator.api.backend import Backend
@@ -18,25 +14,9 @@ from services.aggregator.ingest import Ingest
 from services.aggregator.store import Store
 from services.common.errors import UserError
 from services.launcher import ports
-from services.launcher.cli import app
 from services.launcher.errors import RunFailed
 from tests.services.aggregator.test_evidence import record
-
-
-def serve(application: FastAPI) -> Iterator[str]:
-    """The address of an application, on a free port of loopback."""
-    config = uvicorn.Config(application, host="127.0.0.1", port=0, log_config=None, ws="none")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+from tests.services.launcher.serving import headrace, serve
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +41,7 @@ def guarded_url(backend: Backend) -> Iterator[str]:
 
 def ask(*arguments: str) -> str:
     """What the command prints; its errors are raised."""
-    done = CliRunner().invoke(app, ["verdict", *arguments], env={"COLUMNS": "120"})
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.stdout
+    return headrace("verdict", *arguments)
 
 
 def test_it_prints_the_sentence_the_knob_and_the_evidence(url: str) -> None:

@@ -42,6 +42,27 @@ def hangs(texts: list[str]) -> list[float]:
         pass
 
 
+def sleeps(texts: list[str]) -> list[float]:
+    time.sleep(1.0)
+    return [0.0] * len(texts)
+
+
+def logs(texts: list[str], log_metric: Any) -> list[float]:
+    for text in texts:
+        log_metric("chars", len(text))
+    log_metric("nan", np.float32("nan"))
+    return [0.0] * len(texts)
+
+
+async def async_logs(texts: list[str], log_metric: Any) -> list[float]:
+    return logs(texts, log_metric)
+
+
+def logs_and_raises(log_metric: Any, **kwargs: Any) -> list[float]:
+    log_metric("chars", 1)
+    raise ValueError("after it")
+
+
 def kills(texts: list[str]) -> list[float]:
     os._exit(9)
 

@@ -1,4 +1,4 @@
-"""What docs/rewards.md shows is what the scorer does."""
+"""What docs/rewards.md and docs/metrics.md show is what the scorer does."""
 
 import re
 import sys
@@ -11,11 +11,12 @@ from services.common import config, workers
 from services.scorer import rewards
 from services.scorer.rewards import Conversations, Judges
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "rewards.md"
+DOCS = Path(__file__).parents[3] / "docs"
+DOCUMENT = DOCS / "rewards.md"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+def blocks(language: str, document: Path = DOCUMENT) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", document.read_text(), flags=re.DOTALL)
 
 
 async def test_the_documents_functions_run_as_it_says(
@@ -53,3 +54,38 @@ async def test_the_documents_functions_run_as_it_says(
 def test_the_built_ins_are_all_described() -> None:
     described = set(re.findall(r"^\| `(\w+)` \| .*(?:scorer|equals)", DOCUMENT.read_text(), re.M))
     assert described == {"reasoning_gym", "exact_match"}
+
+
+async def test_a_metric_of_ones_own_is_said_and_declared_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    [function], [declared] = (blocks(kind, DOCS / "metrics.md") for kind in ("python", "toml"))
+    (tmp_path / "my_rewards.py").write_text(function)
+    path = tmp_path / "recipe.toml"
+    path.write_text(f"""
+{declared}
+[data]
+file = "prompts.jsonl"
+[trainer]
+max_steps = 1
+[[rewards.functions]]
+function = "my_rewards:answers_right"
+""")
+    recipe = config.load(path, environ={})
+    [(key, metric)] = recipe.metrics.items()
+    assert (metric.instrument, metric.default) == ("observation", "p95")
+    functions = rewards.resolve(recipe.rewards)
+    conversations = Conversations(
+        prompt=[],
+        completions=[[{"role": "assistant", "content": text}] for text in ("7", "12 ")],
+        row={"answer": "7"},
+    )
+    try:
+        async with workers.Pool(1, preload=rewards.preload(recipe.rewards, functions)) as pool:
+            [verdict] = await Judges(functions, pool, timeout_s=60).judge(conversations)
+    finally:
+        sys.modules.pop("my_rewards", None)
+    assert verdict.rewards == [1, 0]
+    assert [(f"custom/{name}", value) for name, value in verdict.logged] == [(key, 1), (key, 3)]

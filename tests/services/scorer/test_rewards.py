@@ -133,6 +133,17 @@ async def test_a_function_that_hangs_or_dies_abstains(function: str, why: str) -
             assert verdict.rewards == [None, None]
             assert verdict.failure is not None
             assert verdict.failure.reason == why
+            assert verdict.seconds is not None
+            assert verdict.seconds >= (0.3 if "return" in why else 0)
+
+
+async def test_a_function_s_time_is_without_its_wait_for_a_worker() -> None:
+    entries = [{"function": "HERE:sleeps", "name": name} for name in ("first", "second")]
+    async with judges(settings(*entries, workers=1)) as called:
+        verdicts = await called.judge(group("a", "b"))
+    for verdict in verdicts:
+        assert verdict.seconds is not None
+        assert 1.0 <= verdict.seconds < 2.0
 
 
 async def test_an_async_function_that_ignores_cancellation_is_not_waited_for() -> None:
@@ -144,12 +155,25 @@ async def test_an_async_function_that_ignores_cancellation_is_not_waited_for() -
             await next(iter(called._stray))
 
 
+async def test_a_function_may_say_numbers_of_its_own() -> None:
+    recipe = settings("HERE:logs", "HERE:async_logs", "HERE:logs_and_raises", "HERE:length")
+    async with judges(recipe) as called:
+        verdicts = await called.judge(group("a", "bb", log_metric="a column of that name"))
+    first, second, failed, silent = (verdict.logged for verdict in verdicts)
+    assert first[:2] == second[:2] == (("chars", 1.0), ("chars", 2.0))
+    assert [name for name, _ in first] == ["chars", "chars", "nan"]
+    assert math.isnan(first[2][1])
+    assert failed == silent == ()
+    assert [verdict.failure is None for verdict in verdicts] == [True, True, False, True]
+
+
 async def test_a_missing_column_is_told_by_name() -> None:
     async with judges(settings("HERE:needs_column")) as called:
         (verdict,) = await called.judge(group("a", answer="a"))
         assert verdict.failure is not None
         assert "needs solution" in verdict.failure.reason
         assert "answer" in verdict.failure.reason
+        assert verdict.seconds is None
         (verdict,) = await called.judge(group("a", solution="a"))
         assert verdict.rewards == [1]
 

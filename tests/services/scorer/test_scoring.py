@@ -56,6 +56,34 @@ def test_evaluation_has_its_own_keys() -> None:
     assert set(values(measured)) == {"eval/reward", "eval/rewards/f"}
 
 
+def test_what_functions_say_beside_rewards_is_custom() -> None:
+    said = (("chars", 3.0), ("chars", 5.0), ("deep/x", 1.0))
+    verdict = Verdict(name="f", rewards=[1, 0], logged=said)
+    for evaluation in (False, True):
+        measured = recorder()
+        scoring.record(judged(verdict, totals=[1, 0]), measured, evaluation=evaluation)
+        custom = {key: value for key, value in values(measured).items() if "custom/" in key}
+        expected = {"custom/chars": (2, 8.0), "custom/deep/x": (1, 1.0)}
+        assert custom == ({} if evaluation else expected)
+
+
+def test_each_function_s_time_is_its_own() -> None:
+    measured = recorder()
+    verdicts = [
+        Verdict(name="fast", rewards=[1, 0], seconds=0.25),
+        Verdict(name="slow", rewards=[1, 0], seconds=2.0),
+        Verdict(name="failed", rewards=[None, None], failure=Failure("timeout"), seconds=60.0),
+        Verdict(name="uncalled", rewards=[None, None], failure=Failure("no such column")),
+    ]
+    for _ in range(2):
+        scoring.record_seconds(judged(*verdicts, totals=[2, 0]), measured)
+    assert values(measured) == {
+        "reward/function_s/fast": (2, 0.5),
+        "reward/function_s/slow": (2, 4.0),
+        "reward/function_s/failed": (2, 120.0),
+    }
+
+
 def test_failures_are_counted_each_and_logged_once() -> None:
     measured = recorder()
     complaints = Complaints(measured)

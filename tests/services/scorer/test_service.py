@@ -159,7 +159,8 @@ async def test_a_group_is_scored_and_handed_on(valkey_url: str) -> None:
     assert scored.rollouts[1].functions[1].reward == 4
     assert [rollout.advantage for rollout in scored.rollouts] == pytest.approx([1, -1, -1, 1])
     measured = values(seen.recorder)
-    for key in ("rollout/score_s", "rollout/score_wait_s"):
+    functions = ("reward/function_s/scripted", "reward/function_s/length")
+    for key in ("rollout/score_s", "rollout/score_wait_s", *functions):
         number_and_sum = measured[key]
         assert isinstance(number_and_sum, tuple)
         assert number_and_sum[0] == 1

@@ -64,12 +64,13 @@ def groups_of(*samples: TrainSample, staleness: int = 0) -> list[AdmittedGroup]:
     return [AdmittedGroup("g", samples, zero_signal=False, staleness=staleness)]
 
 
-def a_step(*samples: TrainSample) -> tuple[StepResult, Any]:
+def a_step(*samples: TrainSample, one_by_one: bool = False) -> tuple[StepResult, Any]:
     step = OptimizerStep(
         make_model(), optimizer=RECIPE.optimizer, loss=RECIPE.loss, temperature=1.0
     )
-    if samples:
-        step.accumulate(pack(list(samples)))
+    for row in [[each] for each in samples] if one_by_one else [list(samples)]:
+        if row:
+            step.accumulate(pack(row))
     budget = RECIPE.token_budget
     return step.finish(), plan(samples, token_budget=budget, trained_token_budget=budget)
 
@@ -175,6 +176,29 @@ def test_values_of_a_step() -> None:
     assert ratio("policy/signal_token_frac") == 1
     tokens = {key: p.under.value for key, p in found.items() if isinstance(p, Ratio)}
     assert [tokens.get(f"kl/{lag}") for lag in ("0", "1", "2", "3+")] == [2, 3, None, 1]
+
+
+def test_token_weighted_metrics_are_pooled_over_micro_batches() -> None:
+    """2, 3 and 1 trained tokens in one row or in three: the same 6 tokens. A mean of the rows'
+    means would be another number."""
+    whole, _ = a_step(*SAMPLES)
+    pooled, _ = a_step(*SAMPLES, one_by_one=True)
+    assert (whole.num_rows, pooled.num_rows) == (1, 3)
+    assert whole.statistics.tokens == pooled.statistics.tokens == 6
+    for name in ("entropy_sum", "ratio_sum", "loss_sum"):
+        assert getattr(pooled.statistics, name) == pytest.approx(
+            getattr(whole.statistics, name), rel=1e-4
+        )
+    for mine, theirs in zip(whole.statistics.lags, pooled.statistics.lags, strict=True):
+        assert theirs.tokens == mine.tokens
+        assert theirs.gap_sum == pytest.approx(mine.gap_sum, rel=1e-4)
+    alone = [a_step(sample)[0].statistics for sample in SAMPLES]
+    mean_of_means = sum(each.ratio_sum / each.tokens for each in alone) / 3
+    found = recorded(record(*SAMPLES, times=TIMES), step=3)["ratio"]
+    assert isinstance(found, Ratio)
+    assert found.denominator == 6
+    assert found.numerator == pytest.approx(sum(each.ratio_sum for each in alone), rel=1e-4)
+    assert abs(found.numerator / 6 - mean_of_means) > 1e-3
 
 
 def test_the_gap_of_a_run_is_over_tokens_of_lag_0() -> None:

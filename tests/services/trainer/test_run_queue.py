@@ -109,3 +109,16 @@ async def test_dead_letters_of_the_trainer_are_bounded_as_those_of_workers(valke
         found = await client.raw.xrange(client.keys.dead)
         assert [fields[b"id"] for _, fields in found] == [b"c", b"d"]
         assert await client.raw.hget(client.keys.clock, "dead_bytes") == b"18"
+
+
+async def test_a_wait_by_a_stepped_clock_is_unknown(valkey_url: str) -> None:
+    """Entries of 1970 and of the next hour, around one of now: neither an epoch time nor a negative
+    one is a wait."""
+    async with started(valkey_url) as (client, run):
+        seconds, _ = await client.raw.time()
+        for entry_id in ("5-0", "*", f"{(seconds + 3600) * 1000}-0"):
+            await client.raw.xadd(client.keys.samples, {"id": "a", "data": b""}, id=entry_id)
+        epoch, now, ahead = await run.take(5)
+        assert (epoch.wait_s, ahead.wait_s) == (None, None)
+        assert now.wait_s is not None
+        assert 0 <= now.wait_s < 60
