@@ -95,10 +95,13 @@ def decode(request: wire.PushDeltasRequest) -> Batch:
     deltas: list[Delta] = []
     events: list[GroupEvent] = []
     rejected: list[Rejected] = []
-    for delta in (_delta(message, request.now_s) for message in request.deltas):
-        if isinstance(delta, Delta):
+    now_s = request.now_s
+    for message in request.deltas:
+        delta = _delta(message, now_s)
+        if type(delta) is Delta:
             deltas.append(delta)
         else:
+            assert isinstance(delta, Rejected)
             rejected.append(delta)
     for event in (_event(message, request.now_s) for message in request.events):
         if isinstance(event, GroupEvent):
@@ -211,8 +214,9 @@ def _observation(partial: wire.ObservationPartial, now_s: float) -> Observation 
     if low == high:
         return Observation.of_equal(n, low, total=total, last_s=last_s, bad=bad)
     buckets = partial.histogram
-    positive = dict(zip(buckets.positive_buckets, buckets.positive_counts, strict=False))
-    negative = dict(zip(buckets.negative_buckets, buckets.negative_counts, strict=False))
+    # Slices are lists: iterating over the messages' own containers takes twice as long.
+    positive = dict(zip(buckets.positive_buckets[:], buckets.positive_counts[:], strict=False))
+    negative = dict(zip(buckets.negative_buckets[:], buckets.negative_counts[:], strict=False))
     zeros = buckets.zeros
     held = zeros + sum(positive.values()) + sum(negative.values())
     if held != n:

@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from services.aggregator import schema
 from services.aggregator.batch import BadBatch
 from services.aggregator.group_commit import GroupCommit
-from services.aggregator.ingest import Ingest
+from services.aggregator.ingest import Ingest, Receipt
 from services.aggregator.store import Store
 from tests.services.aggregator.making import NOW_S, Producer, count, event, observed
 from tests.services.aggregator.test_ingest import value
@@ -79,11 +79,20 @@ async def test_a_batch_that_cannot_be_committed_takes_no_others_along(
     assert value(store, "reward", "max") == 9.0
 
 
-async def test_a_batch_without_a_name_is_refused_at_once(ingest: Ingest) -> None:
-    writer = Writer()
+async def test_a_batch_without_a_name_is_refused_and_the_others_are_not(
+    store: Store, ingest: Ingest
+) -> None:
+    batches = GroupCommit(ingest, write=Writer())
+    good = Producer("p").request([("reward", observed([1.0]))])
+    refused, taken = await asyncio.gather(
+        batches.take(Producer("").request(), arrived_s=NOW_S),
+        batches.take(good, arrived_s=NOW_S),
+        return_exceptions=True,
+    )
+    assert isinstance(refused, BadBatch)
+    assert isinstance(taken, Receipt)
     with pytest.raises(BadBatch):
-        await GroupCommit(ingest, write=writer).take(Producer("").request(), arrived_s=NOW_S)
-    assert writer.calls == 0
+        await batches.take(Producer("").request(), arrived_s=NOW_S)
 
 
 async def test_a_caller_that_goes_away_stops_nothing(store: Store, ingest: Ingest) -> None:

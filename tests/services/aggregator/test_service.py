@@ -26,7 +26,7 @@ from services.common import config, grpc_kit
 from services.common.command import Invocation
 from services.common.lifecycle import Lifecycle
 from services.common.recorder import Recorder
-from tests.services.aggregator.making import Producer, event, observed
+from tests.services.aggregator.making import Producer, count, event, observed
 
 RECIPE = """
 run = "demo"
@@ -266,3 +266,28 @@ def test_nothing_of_it_imports_torch() -> None:
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=START_S, check=True
     )
     assert ended.stdout.strip() == "[]"
+
+
+async def test_two_aggregators_on_one_postgresql_answer_as_one(
+    tmp_path: Path, postgres_url: str
+) -> None:
+    database = f'aggregator.database="{postgres_url}"'
+    requests = [
+        Producer(f"generator-{number}", service="generator").request(
+            [("rollout/failed_total", count(1))], step=1
+        )
+        for number in range(6)
+    ]
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    async with serving(folders[0], database) as one, serving(folders[1], database) as two:
+        answers = await asyncio.gather(
+            *(each.push(request) for request in requests for each in (one, two))
+        )
+        assert sorted(each.duplicate for each in answers) == [False] * 6 + [True] * 6
+        for each in (one, two):
+            found = await each.get("/api/v1/runs/demo/metrics/rollout/failed_total")
+            assert found["points"] == [{"x": 1, "value": 6.0}]
+            assert (await each.ask("/readyz")).status_code == 200
+    assert not database_in(folders[0]).exists()
