@@ -13,13 +13,16 @@ from typing import NamedTuple
 from headrace.v1 import metrics_pb2 as wire
 
 from services.aggregator.reduce import Instrument
+from services.aggregator.rows import NOT_A_RATIO, NOT_OBSERVED, StoredRow
 from services.common.config import RUN_NAME
-from services.common.partials import Count, Observation, Partial, Ratio, Sum
 
 MAX_INTEGER = 2**62
 """Steps, attempts, sequences and counts above this are nonsense, and would not fit the database's
 integers.
 """
+
+MAX_AGE_S = 1e8
+"""Three years; what was measured longer ago than this was not."""
 
 MAX_NAME = 200
 """Longest producer, boot id, group id or key."""
@@ -50,8 +53,8 @@ class Delta(NamedTuple):
     end_s: float
     """Producer's monotonic time of the first and the last value."""
     instrument: Instrument
-    partial: Partial
-    """An observation's `last_s` is still the producer's time here."""
+    row: StoredRow
+    """An observation's LAST_AT_S is still the producer's time here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +136,25 @@ def _delta(message: wire.Delta, now_s: float) -> Delta | Rejected:
         return Rejected(key[:MAX_NAME], "bad_key", "a key is a printable text of 1 to 200")
     if attempt > MAX_INTEGER or step > MAX_INTEGER:
         return Rejected(key, "bad_clock", f"attempt {attempt}, step {step}")
-    if not -math.inf < begin_s <= end_s <= now_s:
+    if not now_s - MAX_AGE_S <= begin_s <= end_s <= now_s:
         return Rejected(
             key,
             "bad_time",
-            f"begin_s {begin_s} <= end_s {end_s} <= now_s {now_s} does not hold",
+            f"begin_s {begin_s} <= end_s {end_s} <= now_s {now_s} must hold, in recent years",
         )
     kind = message.WhichOneof("partial")
-    partial: Partial | str
+    row: StoredRow | str
     if kind == "count":
-        partial = _count(message.count)
+        row = _count(message.count)
     elif kind == "observation":
-        partial = _observation(message.observation, now_s)
+        row = _observation(message.observation, now_s)
     elif kind == "ratio":
-        partial = _ratio(message.ratio)
+        row = _ratio(message.ratio)
     else:
         return Rejected(key, "bad_value", "the delta holds no partial")
-    if isinstance(partial, str):
-        return Rejected(key, "bad_value", partial)
-    return Delta(key, attempt, step, begin_s, end_s, kind, partial)
+    if isinstance(row, str):
+        return Rejected(key, "bad_value", row)
+    return Delta(key, attempt, step, begin_s, end_s, kind, row)
 
 
 def _event(message: wire.GroupEvent, now_s: float) -> GroupEvent | Rejected:
@@ -162,8 +165,8 @@ def _event(message: wire.GroupEvent, now_s: float) -> GroupEvent | Rejected:
         why = f"{state} is no state of a group"
     elif max(message.row_index, message.step) > MAX_INTEGER:
         why = f"row_index {message.row_index}, step {message.step}"
-    elif not -math.inf < message.at_s <= now_s:
-        why = f"at_s {message.at_s} is after now_s {now_s}"
+    elif not now_s - MAX_AGE_S <= message.at_s <= now_s:
+        why = f"at_s {message.at_s} is after now_s {now_s}, or years before it"
     else:
         return GroupEvent(
             group_id=group_id,
@@ -177,14 +180,14 @@ def _event(message: wire.GroupEvent, now_s: float) -> GroupEvent | Rejected:
     return Rejected(f"group {group_id[:MAX_NAME]}", "bad_event", why)
 
 
-def _count(partial: wire.CountPartial) -> Count | str:
+def _count(partial: wire.CountPartial) -> StoredRow | str:
     number = partial.sum
     if not 0 <= number < math.inf:
         return f"a count's sum must be finite and not negative, not {number}"
-    return Count(Sum(number))
+    return [number, 0.0, *NOT_A_RATIO, *NOT_OBSERVED]
 
 
-def _ratio(partial: wire.RatioPartial) -> Ratio | str:
+def _ratio(partial: wire.RatioPartial) -> StoredRow | str:
     numerator, denominator = partial.numerator, partial.denominator
     if not (math.isfinite(numerator) and 0 <= denominator < math.inf):
         return (
@@ -192,10 +195,10 @@ def _ratio(partial: wire.RatioPartial) -> Ratio | str:
         )
     if denominator == 0 and numerator != 0:
         return f"numerator {numerator} without a denominator: events need their exposure"
-    return Ratio(Sum(numerator), Sum(denominator))
+    return [numerator, 0.0, denominator, 0.0, *NOT_OBSERVED]
 
 
-def _observation(partial: wire.ObservationPartial, now_s: float) -> Observation | str:
+def _observation(partial: wire.ObservationPartial, now_s: float) -> StoredRow | str:
     n, total, last_s = partial.n, partial.sum, partial.last_s
     bad = (partial.num_nan, partial.num_pos_inf, partial.num_neg_inf)
     if n > MAX_INTEGER or max(bad) > MAX_INTEGER:
@@ -203,22 +206,25 @@ def _observation(partial: wire.ObservationPartial, now_s: float) -> Observation 
     if n == 0:
         if total != 0:
             return f"a sum of {total} over no value"
-        return Observation(num_nan=bad[0], num_pos_inf=bad[1], num_neg_inf=bad[2])
+        return [0.0, 0.0, *NOT_A_RATIO, 0, None, None, None, None, *bad, None]
     if not (partial.HasField("min") and partial.HasField("max") and partial.HasField("last")):
         return "min, max and last are needed where n > 0"
     low, high, last = partial.min, partial.max, partial.last
     if not (math.isfinite(total) and -math.inf < low and high < math.inf and last == last):
         return "sum, min, max and last must be finite; NaN and infinities are counted apart"
-    if not low <= last <= high or not last_s <= now_s:
+    if not low <= last <= high or not now_s - MAX_AGE_S <= last_s <= now_s:
         return "min <= last <= max and last_s <= now_s must hold"
-    if low == high:
-        return Observation.of_equal(n, low, total=total, last_s=last_s, bad=bad)
-    buckets = partial.histogram
-    # Slices are lists: iterating over the messages' own containers takes twice as long.
-    positive = dict(zip(buckets.positive_buckets[:], buckets.positive_counts[:], strict=False))
-    negative = dict(zip(buckets.negative_buckets[:], buckets.negative_counts[:], strict=False))
-    zeros = buckets.zeros
-    held = zeros + sum(positive.values()) + sum(negative.values())
-    if held != n:
-        return f"the histogram holds {held} values, n says {n}"
-    return Observation(n, Sum(total), low, high, last, last_s, positive, negative, zeros, *bad)
+    encoded = None
+    if low != high:
+        buckets = partial.histogram
+        # Slices are lists: adding up the messages' own containers takes twice as long.
+        positive, negative = buckets.positive_counts[:], buckets.negative_counts[:]
+        held = sum(positive) + sum(negative) + sum(buckets.zeros)
+        if held != n:
+            return f"the histogram holds {held} values, n says {n}"
+        if len(buckets.positive_buckets) != len(positive) or len(buckets.negative_buckets) != len(
+            negative
+        ):
+            return "the histogram's buckets and counts must go in pairs"
+        encoded = buckets.SerializeToString()
+    return [total, 0.0, *NOT_A_RATIO, n, low, high, last, last_s, *bad, encoded]

@@ -2,7 +2,7 @@
 
 A commit waits for the disk, whatever it holds: batches of many producers share it. A batch that
 makes a transaction fail takes no others along: each of them is then tried again alone. Batches are
-decoded by the writer's thread, too: the event loop would only take turns with it.
+decoded as they arrive: the writer's thread is in the database then, without the interpreter.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.v1 import metrics_pb2 as wire
 
-from services.aggregator.batch import BadBatch, Batch, decode
+from services.aggregator.batch import Batch, decode
 from services.aggregator.ingest import Ingest, Receipt
 
 DELTAS_AT_ONCE = 20_000
@@ -25,6 +25,7 @@ Outcome = Receipt | Exception
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     request: wire.PushDeltasRequest
+    batch: Batch
     arrived_s: float
     outcome: "asyncio.Future[Receipt]"
 
@@ -44,8 +45,9 @@ class GroupCommit:
         """What became of a batch, once it is committed. Raises BadBatch, and SQLAlchemyError when
         it could not be committed; then nothing of it was.
         """
+        batch = decode(request)
         outcome = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(request, arrived_s, outcome))
+        self._waiting.append(_Waiting(request, batch, arrived_s, outcome))
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_all(), name="group commit")
         receipt: Receipt = await outcome
@@ -61,7 +63,7 @@ class GroupCommit:
     async def _write_some(self) -> None:
         group, num_deltas = [self._waiting[0]], 0
         for each in self._waiting[1:]:
-            num_deltas += len(group[-1].request.deltas)
+            num_deltas += len(group[-1].batch.deltas)
             if num_deltas >= DELTAS_AT_ONCE:
                 break
             group.append(each)
@@ -82,22 +84,17 @@ class GroupCommit:
 
 def _commit(ingest: Ingest, group: Sequence[_Waiting]) -> list[Outcome]:
     """In the writer's thread."""
-    outcomes: list[Outcome | None] = []
-    batches: list[tuple[Batch, float]] = []
-    for each in group:
-        try:
-            batches.append((decode(each.request), each.arrived_s))
-            outcomes.append(None)
-        except BadBatch as error:
-            outcomes.append(error)
     try:
-        receipts = iter(ingest.take_all(batches) if batches else ())
+        return list(ingest.take_all([(each.batch, each.arrived_s) for each in group]))
     except Exception as error:
-        if len(batches) == 1:
-            return [error if outcome is None else outcome for outcome in outcomes]
+        if len(group) == 1:
+            return [error]
+    return [_commit_alone(ingest, each) for each in group]
+
+
+def _commit_alone(ingest: Ingest, each: _Waiting) -> Outcome:
+    try:
         # Decoded again: what was taken before is used up.
-        return [
-            _commit(ingest, [each])[0] if outcome is None else outcome
-            for each, outcome in zip(group, outcomes, strict=True)
-        ]
-    return [next(receipts) if outcome is None else outcome for outcome in outcomes]
+        return ingest.take(decode(each.request), now_s=each.arrived_s)
+    except Exception as error:
+        return error

@@ -29,10 +29,10 @@ from services.aggregator.registry import (
     producer_of,
     source_of,
 )
+from services.aggregator.rows import LAST_AT_S, NOT_A_RATIO, NOT_OBSERVED, StoredRow, add
 from services.aggregator.schema import BUCKET_S
 from services.aggregator.store import Store, Writing
 from services.aggregator.transaction import Changed, Transaction
-from services.common.partials import Count, Observation, Partial, Sum
 
 CUSTOM = CUSTOM_PREFIX + "{name}"
 """What custom keys count as, in the bound on series."""
@@ -140,7 +140,7 @@ class Ingest:
         resolved: dict[tuple[str, Instrument], int | Rejected] = {}
         taken: list[Delta] = []
         for delta in batch.deltas:
-            key, attempt, step, _, end_s, instrument, partial = delta
+            key, attempt, step, _, end_s, instrument, row = delta
             known = run.series.get(key)
             series_id: int | Rejected
             if known is not None and known[1] == instrument:
@@ -154,10 +154,10 @@ class Ingest:
                     rejected.append(series_id)
                     continue
             taken.append(delta)
-            if isinstance(partial, Observation):
-                partial.last_s += shift_s
+            if row[LAST_AT_S] is not None:
+                row[LAST_AT_S] += shift_s
             place = (series_id, attempt, step, source_id, math.floor((end_s + shift_s) / BUCKET_S))
-            _merge(transaction, run, changed, place, instrument, partial)
+            _add(transaction, run, changed, place, row)
         for attempt, seen in _attempts(taken, shift_s).items():
             known_seen = changed.attempts.get(attempt)
             changed.attempts[attempt] = seen if known_seen is None else known_seen.widened(seen)
@@ -212,35 +212,30 @@ class Ingest:
         changed = writing.transaction.of(run)
         attempt, step = _latest(run, changed)
         source_id, bucket = run.sources[producer_id], math.floor(now_s / BUCKET_S)
-        for key, instrument, partial in _own(run, about):
+        for key, instrument, row in _own(run, about):
             series_id = self._series(writing, run, key, instrument)
             assert not isinstance(series_id, Rejected), series_id
             place = (series_id, attempt, step, source_id, bucket)
-            _merge(writing.transaction, run, changed, place, instrument, partial)
+            _add(writing.transaction, run, changed, place, row)
         seen = Attempt(step, step, now_s, now_s)
         known = changed.attempts.get(attempt)
         changed.attempts[attempt] = seen if known is None else known.widened(seen)
         _see(changed, producer_id, now_s, now_s)
 
 
-def _merge(
-    transaction: Transaction,
-    run: Run,
-    changed: Changed,
-    place: Place,
-    instrument: Instrument,
-    partial: Partial,
+def _add(
+    transaction: Transaction, run: Run, changed: Changed, place: Place, row: StoredRow
 ) -> None:
-    """Add a partial to its row. Whoever calls has seen that the instruments are the same."""
-    row = changed.rows.get(place)
-    if row is None:
+    """Add to the row of a place. Whoever calls has seen that the instruments are the same."""
+    held = changed.rows.get(place)
+    if held is None:
         series_id, attempt, step, _, bucket = place
         changed.touched[attempt, step, bucket].add(series_id)
-        row = transaction.row(run, place, instrument)
-        changed.rows[place] = partial if row is None else row
-        if row is None:
+        held = transaction.row(run, place)
+        changed.rows[place] = row if held is None else held
+        if held is None:
             return
-    row.merge(partial)  # type: ignore[arg-type]
+    add(held, row)
 
 
 def _see(changed: Changed, producer_id: int, first_s: float, last_s: float) -> None:
@@ -282,14 +277,13 @@ def _attempts(deltas: Iterable[Delta], shift_s: float) -> dict[int, Attempt]:
     }
 
 
-def _own(run: Run, about: _About) -> Iterable[tuple[str, Instrument, Partial]]:
+def _own(run: Run, about: _About) -> Iterable[tuple[str, Instrument, StoredRow]]:
     """What the aggregator measures of batches."""
-    gaps = Observation()
-    gaps.add(float(sum(run.missing.values())), about.now_s)
-    yield "ingest/gaps", "observation", gaps
-    if about.accepted:
-        yield "ingest/deltas", "count", Count(Sum(float(about.accepted)))
-    if about.duplicates:
-        yield "ingest/duplicates", "count", Count(Sum(float(about.duplicates)))
-    for reason, number in about.rejected.items():
-        yield f"ingest/rejected/{reason}", "count", Count(Sum(float(number)))
+    gaps = float(sum(run.missing.values()))
+    observed = [1, gaps, gaps, gaps, about.now_s, 0, 0, 0, None]
+    yield "ingest/gaps", "observation", [gaps, 0.0, *NOT_A_RATIO, *observed]
+    counts = {"ingest/deltas": about.accepted, "ingest/duplicates": about.duplicates}
+    counts |= {f"ingest/rejected/{reason}": number for reason, number in about.rejected.items()}
+    for key, number in counts.items():
+        if number:
+            yield key, "count", [float(number), 0.0, *NOT_A_RATIO, *NOT_OBSERVED]

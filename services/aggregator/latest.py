@@ -2,7 +2,6 @@
 arrive.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from services.aggregator import schema
 from services.aggregator.history import Point, Query, history, point
 from services.aggregator.lengths import StepLengths, step_lengths
 from services.aggregator.metric import Catalogue, Metric
+from services.aggregator.patterns import Pattern
 from services.aggregator.reduce import Partial, reduce
 from services.aggregator.rows import SCALAR_NAMES, Row, pool
 from services.aggregator.series import RunRow, SeriesRow
@@ -48,7 +48,7 @@ def latest(
     run: RunRow,
     *,
     catalogue: Catalogue,
-    match: re.Pattern[str] | None = None,
+    match: Pattern | None = None,
 ) -> list[Latest]:
     """Every series of a run whose key `match` finds, by key."""
     found = _series(connection, run, match)
@@ -87,7 +87,7 @@ def latest(
     return answer
 
 
-def _series(connection: Connection, run: RunRow, match: re.Pattern[str] | None) -> list[SeriesRow]:
+def _series(connection: Connection, run: RunRow, match: Pattern | None) -> list[SeriesRow]:
     table = schema.series
     rows = connection.execute(
         select(table.c.id, table.c.key, table.c.instrument).where(table.c.run_id == run.id)

@@ -129,15 +129,11 @@ class Catalogue:
         return None
 
     def metric(self, key: str, *, instrument: Instrument) -> Metric:
-        """The declaration of a key that is in use; for a custom key, the one that its instrument
-        implies.
-
-        Raises KeyError for a key that is neither declared nor custom.
+        """The declaration of a key that is in use. Where none fits (a custom key, or one that was
+        declared when it was recorded), the one that its instrument implies.
         """
         found = self.find(key)
-        if found is not None:
+        if found is not None and found.metric.instrument == instrument:
             return found.metric
-        if not key.startswith(CUSTOM_PREFIX):
-            raise KeyError(key)
         default = REDUCTIONS[instrument][0]
-        return Metric(key, instrument, "", default, ALL, "Recorded by the user; not declared.")
+        return Metric(key, instrument, "", default, ALL, "Not declared.")

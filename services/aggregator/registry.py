@@ -14,8 +14,8 @@ from sqlalchemy import Connection, func, select
 
 from services.aggregator import schema
 from services.aggregator.reduce import Instrument
+from services.aggregator.rows import StoredRow
 from services.aggregator.statements import insert_new
-from services.common.partials import Partial
 
 ROWS_KEPT = 50_000
 """Rows of a generation; two are kept."""
@@ -53,17 +53,17 @@ class Rows:
     """The rows that were written last, by place: two generations, the older of which is dropped."""
 
     def __init__(self) -> None:
-        self._young: dict[Place, Partial] = {}
-        self._old: dict[Place, Partial] = {}
+        self._young: dict[Place, StoredRow] = {}
+        self._old: dict[Place, StoredRow] = {}
 
-    def get(self, place: Place) -> Partial | None:
+    def get(self, place: Place) -> StoredRow | None:
         """The row as it was written; None when it is not remembered."""
         found = self._young.get(place)
         if found is None:
             found = self._old.get(place)
         return found
 
-    def update(self, rows: dict[Place, Partial]) -> None:
+    def update(self, rows: dict[Place, StoredRow]) -> None:
         """Remember rows."""
         self._young.update(rows)
         if len(self._young) > ROWS_KEPT:

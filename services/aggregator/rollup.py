@@ -16,7 +16,7 @@ from sqlalchemy import Connection, delete, select, tuple_
 from services.aggregator import fine, schema
 from services.aggregator.reduce import Instrument, Reduction, reduce
 from services.aggregator.registry import Block, Lane
-from services.aggregator.rows import COLUMN_NAMES, SUM_HIGH, N, Row, encode, pool, thaw
+from services.aggregator.rows import COLUMN_NAMES, SUM_HIGH, N, Row, pool, to_row
 from services.aggregator.schema import POOLED, STEP_LEVELS, TIME_LANE, TIME_LEVELS
 from services.aggregator.statements import replace
 from services.aggregator.store import Store
@@ -142,7 +142,7 @@ def _of_fine(
 
 def _made(instrument: Instrument, begin: int, rows: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     partial = pool(instrument, [row[fine.KEY_COLUMNS :] for row in rows])
-    return (begin, *encode(thaw(partial)), *envelope(instrument, rows, ENVELOPE[instrument]))
+    return (begin, *to_row(partial), *envelope(instrument, rows, ENVELOPE[instrument]))
 
 
 def envelope(
@@ -206,4 +206,4 @@ def _of_level(
         partial = pool(instrument, [row[3:] for row in rows])
         low = min((row[1] for row in rows if row[1] is not None), default=None)
         high = max((row[2] for row in rows if row[2] is not None), default=None)
-        yield (source_id, number * level, *encode(thaw(partial)), low, high)
+        yield (source_id, number * level, *to_row(partial), low, high)

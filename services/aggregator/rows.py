@@ -1,7 +1,8 @@
-"""Partials as rows of the tables, and back; and many rows pooled at once.
+"""Partials as rows of the tables: added up where they are written, pooled where they are read.
 
-A row is a tuple in the order of COLUMNS. What producers sent is added up in the mutable partials of
-services.common; what is read and reduced is in the frozen ones of reduce.py.
+A row has the order of COLUMN_NAMES. What a writer adds to is a list (add()); what a query reads are
+tuples, pooled into the partials of reduce.py (pool()). A histogram is the wire's encoded message:
+two of them, one behind the other, are the histogram of both.
 """
 
 import math
@@ -13,7 +14,7 @@ from headrace.v1 import metrics_pb2 as wire
 from services.aggregator import reduce, schema
 from services.aggregator.histogram import Histogram
 from services.aggregator.reduce import Instrument, Sum
-from services.common import partials
+from services.common.partials import bucket_of
 
 COLUMN_NAMES = tuple(c.name for c in schema.partials.columns if not c.primary_key)
 """What holds a partial; the others say where it belongs."""
@@ -26,64 +27,127 @@ Row = Sequence[Any]
 SUM_HIGH, SUM_LOW, DENOMINATOR_HIGH, DENOMINATOR_LOW, N, MINIMUM, MAXIMUM = range(7)
 LAST, LAST_AT_S, NUM_NAN, NUM_POS_INF, NUM_NEG_INF, HISTOGRAM = range(7, 13)
 
-NO_OBSERVATION = (None,) * 9
+NOT_A_RATIO = (None, None)
+NOT_OBSERVED = (None,) * 9
+"""Columns that other instruments leave empty."""
+
+StoredRow = list[Any]
+"""A row that can be added to."""
+
+COMPACT_BYTES = 2048
+"""A histogram that has grown beyond this is made anew, with each bucket once."""
 
 
-def encode(partial: partials.Partial) -> tuple[Any, ...]:
-    """The row of what producers sent."""
-    if isinstance(partial, partials.Count):
-        return (*_doubles(partial.total), None, None, *NO_OBSERVATION)
-    if isinstance(partial, partials.Ratio):
-        return (*_doubles(partial.over), *_doubles(partial.under), *NO_OBSERVATION)
-    bad = (partial.num_nan, partial.num_pos_inf, partial.num_neg_inf)
-    n = partial.n
-    if n == 0:
-        return (0.0, 0.0, None, None, 0, None, None, None, None, *bad, None)
-    low, high = partial.min, partial.max
-    histogram = None
+def add(mine: StoredRow, other: StoredRow) -> None:
+    """Add a row to another of the same instrument. Commutative and associative: exactly for
+    integers, to 1e-12 relative for sums, which are kept in two doubles.
+    """
+    _add_sum(mine, other, SUM_HIGH)
+    if mine[DENOMINATOR_HIGH] is not None:
+        _add_sum(mine, other, DENOMINATOR_HIGH)
+    elif mine[N] is not None:
+        _add_observation(mine, other)
+
+
+def _add_sum(mine: StoredRow, other: StoredRow, column: int) -> None:
+    """Knuth's two-sum; what an overflowing sum has rounded away is nothing."""
+    high, more = mine[column], other[column]
+    total = high + more
+    shift = total - high
+    mine[column] = total
+    low = mine[column + 1] + other[column + 1] + ((high - (total - shift)) + (more - shift))
+    mine[column + 1] = low if low - low == 0.0 else 0.0
+
+
+def _add_observation(mine: StoredRow, other: StoredRow) -> None:
+    for column in (NUM_NAN, NUM_POS_INF, NUM_NEG_INF):
+        mine[column] += other[column]
+    if not other[N]:
+        return
+    if not mine[N]:
+        mine[N : LAST_AT_S + 1] = other[N : LAST_AT_S + 1]
+        mine[HISTOGRAM] = other[HISTOGRAM]
+        return
+    low, high = min(mine[MINIMUM], other[MINIMUM]), max(mine[MAXIMUM], other[MAXIMUM])
     if low != high:
-        message = wire.Histogram()
-        partial.write_histogram(message)
-        histogram = message.SerializeToString()
-    total = _doubles(partial.total)
-    return (*total, None, None, n, low, high, partial.last, partial.last_s, *bad, histogram)
+        histogram = (mine[HISTOGRAM] or _of_equal(mine)) + (other[HISTOGRAM] or _of_equal(other))
+        mine[HISTOGRAM] = histogram if len(histogram) <= COMPACT_BYTES else _compact(histogram)
+    mine[N] += other[N]
+    mine[MINIMUM], mine[MAXIMUM] = low, high
+    # Of two lasts at the same time the larger: the order of adding must not show.
+    if (other[LAST_AT_S], other[LAST]) > (mine[LAST_AT_S], mine[LAST]):
+        mine[LAST], mine[LAST_AT_S] = other[LAST], other[LAST_AT_S]
 
 
-def _doubles(total: partials.Sum) -> tuple[float, float]:
-    high, low = total.high, total.low
-    # What an overflowing sum has rounded away is NaN, which SQLite takes for NULL.
-    return (high, low) if low - low == 0.0 and high - high == 0.0 else (high, 0.0)
+def _of_equal(row: Row) -> bytes:
+    """The histogram of a row of equal values: stored without one, since it follows."""
+    value, n = row[MINIMUM], row[N]
+    message = wire.Histogram()
+    if value == 0:
+        message.zeros.append(n)
+    elif value > 0:
+        message.positive_buckets.append(bucket_of(value))
+        message.positive_counts.append(n)
+    else:
+        message.negative_buckets.append(bucket_of(value))
+        message.negative_counts.append(n)
+    encoded: bytes = message.SerializeToString()
+    return encoded
 
 
-def thaw(partial: reduce.Partial) -> partials.Partial:
-    """A partial that can be added to, of one that was read."""
-    if isinstance(partial, reduce.Count):
-        return partials.Count(_sum(partial.sum))
-    if isinstance(partial, reduce.Ratio):
-        return partials.Ratio(_sum(partial.numerator), _sum(partial.denominator))
-    thawed = partials.Observation(
-        n=partial.n,
-        total=_sum(partial.sum),
-        positive=dict(partial.histogram.positive),
-        negative=dict(partial.histogram.negative),
-        zeros=partial.histogram.zeros,
-        num_nan=partial.num_nan,
-        num_pos_inf=partial.num_pos_inf,
-        num_neg_inf=partial.num_neg_inf,
+def _compact(histogram: bytes) -> bytes:
+    return _encode(_decode((histogram,)))
+
+
+def _encode(histogram: Histogram) -> bytes:
+    encoded: bytes = wire.Histogram(
+        positive_buckets=histogram.positive.keys(),
+        positive_counts=histogram.positive.values(),
+        negative_buckets=histogram.negative.keys(),
+        negative_counts=histogram.negative.values(),
+        zeros=[histogram.zeros] if histogram.zeros else [],
+    ).SerializeToString()
+    return encoded
+
+
+def _decode(encoded: Iterable[bytes]) -> Histogram:
+    found = wire.Histogram.FromString(b"".join(encoded))
+    return Histogram(
+        _counts(found.positive_buckets, found.positive_counts),
+        _counts(found.negative_buckets, found.negative_counts),
+        sum(found.zeros),
     )
-    if partial.minimum is not None and partial.maximum is not None and partial.last is not None:
-        thawed.min, thawed.max = partial.minimum, partial.maximum
-        thawed.last, thawed.last_s = partial.last, partial.last_at_s
-    return thawed
 
 
-def _sum(total: Sum) -> partials.Sum:
-    return partials.Sum(total.high, total.low)
+def _counts(buckets: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for bucket, n in zip(buckets[:], counts[:], strict=True):
+        found[bucket] = found.get(bucket, 0) + n
+    return found
 
 
 def to_row(partial: reduce.Partial) -> tuple[Any, ...]:
     """The row of a partial that was pooled."""
-    return encode(thaw(partial))
+    if isinstance(partial, reduce.Count):
+        return (partial.sum.high, partial.sum.low, *NOT_A_RATIO, *NOT_OBSERVED)
+    if isinstance(partial, reduce.Ratio):
+        over, under = partial.numerator, partial.denominator
+        return (over.high, over.low, under.high, under.low, *NOT_OBSERVED)
+    equal = partial.minimum == partial.maximum
+    return (
+        partial.sum.high,
+        partial.sum.low,
+        *NOT_A_RATIO,
+        partial.n,
+        partial.minimum,
+        partial.maximum,
+        partial.last,
+        partial.last_at_s if partial.n else None,
+        partial.num_nan,
+        partial.num_pos_inf,
+        partial.num_neg_inf,
+        None if equal else _encode(partial.histogram),
+    )
 
 
 def pool(instrument: Instrument, rows: Sequence[Row]) -> reduce.Partial:
@@ -133,26 +197,4 @@ def _total(high: Sequence[float], low: Sequence[float]) -> Sum:
 
 
 def _histogram(rows: Sequence[Row]) -> Histogram:
-    positive: dict[int, int] = {}
-    negative: dict[int, int] = {}
-    zeros = 0
-    for row in rows:
-        if row[HISTOGRAM] is None:  # of equal values, or of none
-            value, n = row[MINIMUM], row[N]
-            if not n:
-                continue
-            if value == 0:
-                zeros += n
-            else:
-                _add(positive if value > 0 else negative, (partials.bucket_of(value),), (n,))
-            continue
-        found = wire.Histogram.FromString(row[HISTOGRAM])
-        zeros += found.zeros
-        _add(positive, found.positive_buckets, found.positive_counts)
-        _add(negative, found.negative_buckets, found.negative_counts)
-    return Histogram(positive, negative, zeros)
-
-
-def _add(mine: dict[int, int], buckets: Iterable[int], counts: Iterable[int]) -> None:
-    for bucket, n in zip(buckets, counts, strict=True):
-        mine[bucket] = mine.get(bucket, 0) + n
+    return _decode(row[HISTOGRAM] or _of_equal(row) for row in rows if row[N])

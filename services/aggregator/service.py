@@ -28,6 +28,7 @@ from services.aggregator.batch import BadBatch
 from services.aggregator.catalogue import with_custom
 from services.aggregator.group_commit import GroupCommit
 from services.aggregator.ingest import Ingest
+from services.aggregator.intake import Intake
 from services.aggregator.store import Store
 from services.common import grpc_kit, lifecycle
 from services.common.command import Invocation
@@ -43,18 +44,22 @@ DRAIN_S = 5.0
 class Metrics(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
     """The wire's edge: hands batches on, answers after the commit."""
 
-    def __init__(self, batches: GroupCommit) -> None:
+    def __init__(self, batches: GroupCommit, intake: Intake) -> None:
         self._batches = batches
+        self._intake = intake
 
     async def PushDeltas(
         self, request: wire.PushDeltasRequest, context: Any
     ) -> wire.PushDeltasResponse:
         """Take one batch; INVALID_ARGUMENT: it has no name; UNAVAILABLE: the store failed."""
+        begun_s, now_s = time.monotonic(), time.time()
         try:
-            receipt = await self._batches.take(request, arrived_s=time.time())
+            receipt = await self._batches.take(request, arrived_s=now_s)
         except BadBatch as error:
+            self._intake.missed("refused")
             await grpc_kit.abort(context, grpc.StatusCode.INVALID_ARGUMENT, "BAD_BATCH", str(error))
         except SQLAlchemyError as error:
+            self._intake.missed("failed")
             cause = getattr(error, "orig", None) or error
             structlog.get_logger().error(
                 "a batch was not committed", producer=request.producer, cause=str(cause)
@@ -65,6 +70,13 @@ class Metrics(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
                 "STORE_FAILED",
                 f"the store failed and nothing of the batch was kept: {cause}; send it again",
             )
+        self._intake.took(
+            duplicate=receipt.duplicate,
+            accepted=receipt.accepted,
+            rejected=len(receipt.rejected),
+            commit_s=time.monotonic() - begun_s,
+            now_s=now_s,
+        )
         return wire.PushDeltasResponse(
             accepted=receipt.accepted,
             duplicate=receipt.duplicate,
@@ -133,7 +145,7 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
         stack.callback(writer.shutdown)
         keep_s = retention.days_to_s(recipe.aggregator.keep_runs_days)
         catalogue = with_custom(recipe.metrics)
-        backend = Backend(store, catalogue, writer, keep_s)
+        backend = Backend(store, catalogue, writer, keep_s, draining=state.stopping)
         sweeping = asyncio.create_task(
             retention.keep_sweeping(
                 store,
@@ -148,7 +160,7 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
         )
         stack.push_async_callback(lifecycle.cancel, sweeping, working)
         ingest = Ingest(store, catalogue=catalogue, producer=state.producer)
-        servicer = Metrics(GroupCommit(ingest, write=backend.write))
+        servicer = Metrics(GroupCommit(ingest, write=backend.write), backend.intake)
         served = await grpc_kit.serve(
             network,
             state,

@@ -1,11 +1,15 @@
 """INSERT … ON CONFLICT: SQLite and PostgreSQL spell it alike, SQLAlchemy does not."""
 
+import itertools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
 from sqlalchemy import Connection, Table, case
 from sqlalchemy.dialects import postgresql, sqlite
+
+ROWS_AT_ONCE = (512, 64, 8, 1)
+"""Of one statement; SQLite takes 32,766 variables, and a row has up to 20."""
 
 Widen = Literal["min", "max"]
 
@@ -44,24 +48,31 @@ def widen(
     )
 
 
-def replace(connection: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+def replace(connection: Connection, table: Table, rows: Sequence[Sequence[Any]]) -> None:
     """Insert whole rows, or put them in the place of those that are there.
 
-    The driver's own executemany: SQLAlchemy's handling of each value costs more than the insert.
+    Many rows a statement, and the driver's own execute: SQLAlchemy's handling of each value costs
+    more than the insert, and the driver gives the interpreter to other threads once a statement.
     """
-    if rows:
-        connection.exec_driver_sql(_replace(table, connection.dialect.paramstyle), list(rows))
+    start = 0
+    for size in ROWS_AT_ONCE:
+        sql = _replace(table, size, connection.dialect.paramstyle)
+        while len(rows) - start >= size:
+            chunk = rows[start : start + size]
+            connection.exec_driver_sql(sql, tuple(itertools.chain.from_iterable(chunk)))
+            start += size
 
 
 @cache
-def _replace(table: Table, paramstyle: str) -> str:
+def _replace(table: Table, num_rows: int, paramstyle: str) -> str:
     placeholder = "?" if paramstyle == "qmark" else "%s"
     names = [f'"{column.name}"' for column in table.columns]
     keys = [f'"{column.name}"' for column in table.primary_key.columns]
     changed = ", ".join(f"{name} = excluded.{name}" for name in names if name not in keys)
+    row = f"({', '.join([placeholder] * len(names))})"
     return (
         f"INSERT INTO {table.name} ({', '.join(names)}) "
-        f"VALUES ({', '.join([placeholder] * len(names))}) "
+        f"VALUES {', '.join([row] * num_rows)} "
         f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {changed}"
     )
 

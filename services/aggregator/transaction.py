@@ -17,11 +17,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from services.aggregator import schema
 from services.aggregator.batch import GroupEvent
-from services.aggregator.reduce import Instrument
 from services.aggregator.registry import Attempt, Block, Place, Run
-from services.aggregator.rows import COLUMN_NAMES, encode, pool, thaw
+from services.aggregator.rows import COLUMN_NAMES, StoredRow
 from services.aggregator.statements import insert_new, replace, widen
-from services.common.partials import Partial
 
 CLOCK_KEPT = 10_000
 """Entries of a run's clock that are remembered."""
@@ -39,7 +37,7 @@ class RunGone(SQLAlchemyError):
 class Changed:
     """What a transaction has written of one run."""
 
-    rows: dict[Place, Partial] = field(default_factory=dict)
+    rows: dict[Place, StoredRow] = field(default_factory=dict)
     touched: defaultdict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
     """The series of the rows, by (attempt, step, bucket)."""
     attempts: dict[int, Attempt] = field(default_factory=dict)
@@ -111,8 +109,8 @@ class Transaction:
         """What has been written of a run so far, to add to."""
         return self._changed.setdefault(run.name, (run, Changed()))[1]
 
-    def row(self, run: Run, place: Place, instrument: Instrument) -> Partial | None:
-        """The row of a place, to merge into; None when there is none yet."""
+    def row(self, run: Run, place: Place) -> StoredRow | None:
+        """The row of a place, to add to; None when there is none yet."""
         held = run.rows.get(place)
         if held is not None:
             return held
@@ -130,7 +128,7 @@ class Transaction:
                 table.c.bucket == bucket,
             )
         ).first()
-        return None if found is None else thaw(pool(instrument, [tuple(found)]))
+        return None if found is None else list(found)
 
     def add_events(self, run: Run, events: Iterable[tuple[GroupEvent, float]]) -> None:
         """Keep group events with their time on this clock; the first of a (group, state) stays."""
@@ -172,11 +170,11 @@ class Transaction:
         if rows:
             self._connection.execute(insert(schema.changes), rows)
 
-    def _write_rows(self, run: Run, rows: dict[Place, Partial]) -> None:
+    def _write_rows(self, run: Run, rows: dict[Place, StoredRow]) -> None:
         replace(
             self._connection,
             schema.partials,
-            [(*place, *encode(rows[place])) for place in sorted(rows)],
+            [(*place, *rows[place]) for place in sorted(rows)],
         )
         run.rows.update(rows)
         heads = run.heads

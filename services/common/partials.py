@@ -116,18 +116,6 @@ class Observation:
         """Of the finite values."""
         return self.total.value
 
-    @classmethod
-    def of_equal(
-        cls, n: int, value: float, *, total: float, last_s: float, bad: tuple[int, int, int]
-    ) -> "Observation":
-        """Of `n` equal values; `bad` are how many NaN, +inf and -inf were seen beside them."""
-        if value == 0.0:
-            return cls(n, Sum(total), value, value, value, last_s, {}, {}, n, *bad)
-        positive, negative = {bucket_of(value): n}, dict[int, int]()
-        if value < 0:
-            positive, negative = negative, positive
-        return cls(n, Sum(total), value, value, value, last_s, positive, negative, 0, *bad)
-
     def add(self, value: float, now_s: float) -> None:
         """Take one value; NaN and infinities are counted and enter no sum."""
         if value - value != 0.0:
@@ -179,19 +167,15 @@ class Observation:
             target.min, target.max = self.min, self.max
             target.last, target.last_s = self.last, self.last_s
         if self.min != self.max and self.n:
-            self.write_histogram(target.histogram)
+            buckets = target.histogram
+            buckets.positive_buckets.extend(self.positive)
+            buckets.positive_counts.extend(self.positive.values())
+            buckets.negative_buckets.extend(self.negative)
+            buckets.negative_counts.extend(self.negative.values())
+            if self.zeros:
+                buckets.zeros.append(self.zeros)
         target.num_nan = self.num_nan
         target.num_pos_inf, target.num_neg_inf = self.num_pos_inf, self.num_neg_inf
-
-    def write_histogram(self, target: wire.Histogram) -> None:
-        """Put the buckets on the wire."""
-        target.zeros = self.zeros
-        if self.positive:
-            target.positive_buckets.extend(self.positive)
-            target.positive_counts.extend(self.positive.values())
-        if self.negative:
-            target.negative_buckets.extend(self.negative)
-            target.negative_counts.extend(self.negative.values())
 
 
 Partial = Count | Ratio | Observation

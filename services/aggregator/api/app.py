@@ -1,21 +1,39 @@
 """The application: probes, the REST endpoints, and their documentation."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.aggregator.api import access, docs, metrics, problems, runs, verdict
+from services.aggregator.api import (
+    access,
+    docs,
+    export,
+    histories,
+    metrics,
+    parameters,
+    problems,
+    prometheus,
+    prometheus_query,
+    runs,
+    stream,
+    verdict,
+)
 from services.aggregator.api.backend import Backend
+from services.aggregator.promql.names import Names
 
 PROBE_S = 2.0
 """A store that has not written one row within this time is not ready."""
 
 
-def create_app(backend: Backend, *, token: str | None = None) -> FastAPI:
-    """The aggregator's HTTP side.
+def create_app(
+    backend: Backend, *, token: str | None = None, clock: Callable[[], float] = time.time
+) -> FastAPI:
+    """The aggregator's HTTP side; `clock` tells seconds since 1970.
 
     With a token all data needs it; /healthz, /readyz and what is the same for everyone (/docs,
     /openapi.json) do not.
@@ -31,12 +49,16 @@ def create_app(backend: Backend, *, token: str | None = None) -> FastAPI:
         redoc_url=None,
     )
     problems.install(app)
-    docs.install(app)
+    docs.install(app, backend.catalogue)
     app.include_router(_probes(backend))
     needs_token = [Depends(access.token_check(token))]
-    app.include_router(runs.router(backend), dependencies=needs_token)
-    app.include_router(metrics.router(backend), dependencies=needs_token)
-    app.include_router(verdict.router(backend), dependencies=needs_token)
+    checks = [*needs_token, Depends(parameters.refuse_unknown)]
+    for part in (runs, metrics, histories, export, stream, verdict):
+        app.include_router(part.router(backend), dependencies=checks)
+    names = Names(backend.catalogue)
+    # Prometheus and Grafana may send more parameters than we know.
+    for shown in (prometheus, prometheus_query):
+        app.include_router(shown.router(backend, names, clock=clock), dependencies=needs_token)
     return app
 
 

@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from sqlalchemy import Connection
 
+from services.aggregator.intake import Intake
 from services.aggregator.metric import Catalogue
+from services.aggregator.retention import FOREVER_S
 from services.aggregator.store import Store
 
 T = TypeVar("T")
@@ -23,6 +25,12 @@ class Backend:
     catalogue: Catalogue
     writer: ThreadPoolExecutor
     """One thread: the store has one writer."""
+    keep_s: float = FOREVER_S
+    """How long a run is kept after it was last heard of, where it says nothing itself."""
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server is to end: what would go on for ever ends too."""
+    intake: Intake = field(default_factory=Intake)
+    """What became of the batches that this process was sent."""
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

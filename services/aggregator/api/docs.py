@@ -10,6 +10,7 @@ from fastapi.responses import FileResponse, HTMLResponse
 
 from services.aggregator.api import metric_docs
 from services.aggregator.api.problems import Problem
+from services.aggregator.metric import Catalogue
 
 FILES = {
     "swagger-ui-bundle.js": "text/javascript",
@@ -46,9 +47,9 @@ def static(name: str) -> FileResponse:
     return FileResponse(swagger_ui_bundle.swagger_ui_path / name, media_type=FILES[name])
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, catalogue: Catalogue) -> None:
     """Serve the documentation, and describe the application in the version that it renders."""
-    app.include_router(metric_docs.router)  # first: /docs/{name} would take its address
+    app.include_router(metric_docs.router(catalogue))  # first: /docs/{name} would take its address
     app.include_router(router)
 
     def described() -> dict[str, Any]:
@@ -68,14 +69,21 @@ def install(app: FastAPI) -> None:
 
 
 def _downgraded(node: Any) -> Any:
-    """OpenAPI 3.1 as 3.0: `anyOf: [X, null]` becomes a nullable X, `const` an `enum` of one."""
+    """OpenAPI 3.1 as 3.0: `anyOf: [X, null]` becomes a nullable X, `const` an `enum` of one, an
+    exclusive minimum a flag beside the minimum.
+    """
     if isinstance(node, list):
         return [_downgraded(each) for each in node]
     if not isinstance(node, dict):
         return node
     node = {key: _downgraded(value) for key, value in node.items()}
+    if "itemSchema" in node:
+        node["schema"] = {"type": "string"}
+        del node["itemSchema"]
     if "const" in node:
         node["enum"] = [node.pop("const")]
+    if "exclusiveMinimum" in node and not isinstance(node["exclusiveMinimum"], bool):
+        node |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
     variants = node.get("anyOf")
     if isinstance(variants, list) and {"type": "null"} in variants:
         others = [each for each in variants if each != {"type": "null"}]

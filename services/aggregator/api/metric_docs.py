@@ -11,8 +11,9 @@ from fastapi.responses import HTMLResponse
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from services.aggregator.catalogue import CATALOGUE
+from services.aggregator.catalogue import groups_of
 from services.aggregator.documentation import TITLE, anchor, markdown
+from services.aggregator.metric import Catalogue
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1c2024; --soft: #5b6570; --line: #d8dee4;
@@ -51,31 +52,33 @@ CONTENT_SECURITY_POLICY = "; ".join(
 )
 """Nothing but the page and its own style."""
 
-DECLARED = {metric.key for metric in CATALOGUE.metrics}
 
-router = APIRouter(include_in_schema=False)
+def router(catalogue: Catalogue) -> APIRouter:
+    """The page of a catalogue."""
+    routes = APIRouter(include_in_schema=False)
+    page_of = cache(rendered)
+
+    @routes.get("/docs/metrics")
+    def page() -> HTMLResponse:
+        """The document; the same for everyone, like the other documentation."""
+        return HTMLResponse(
+            page_of(catalogue),
+            headers={
+                "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+                "X-Content-Type-Options": "nosniff",
+                "Referrer-Policy": "no-referrer",
+            },
+        )
+
+    return routes
 
 
-@router.get("/docs/metrics")
-def page() -> HTMLResponse:
-    """The document; the same for everyone, like the other documentation."""
-    return HTMLResponse(
-        rendered(),
-        headers={
-            "Content-Security-Policy": CONTENT_SECURITY_POLICY,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-        },
-    )
-
-
-@cache
-def rendered() -> str:
+def rendered(catalogue: Catalogue) -> str:
     """The page: headings and keys can be linked to, and a key in the text leads to its row."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = parser.parse(markdown())
+    tokens = parser.parse(markdown(groups_of(catalogue)))
     _name_headings(tokens)
-    _link_keys(tokens)
+    _link_keys(tokens, catalogue)
     body = parser.renderer.render(tokens, parser.options, {})
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -92,13 +95,17 @@ def _name_headings(tokens: list[Token]) -> None:
             opening.attrSet("id", anchor(inline.content))
 
 
-def _link_keys(tokens: list[Token]) -> None:
+def _link_keys(tokens: list[Token], catalogue: Catalogue) -> None:
     """Give a key's own row an id, and let every other mention of the key lead there."""
+    declared = {metric.key for metric in catalogue.metrics}
     for index, token in enumerate(tokens):
         starts_row = [before.type for before in tokens[index - 2 : index]] == ["tr_open", "td_open"]
         children: list[Token] = []
         for child in token.children or ():
-            key = _declared(child.content) if child.type == "code_inline" else None
+            text = child.content if child.type == "code_inline" else ""
+            found = catalogue.find(text)
+            # Of `kl/0` it is the row of `kl/{lag}`.
+            key = text if text in declared else found.metric.key if found is not None else None
             if key is None:
                 children.append(child)
             elif starts_row and token.content == f"`{key}`":
@@ -109,11 +116,3 @@ def _link_keys(tokens: list[Token]) -> None:
                 children += [opening, child, Token("link_close", "a", -1)]
         if token.children is not None:
             token.children = children
-
-
-def _declared(text: str) -> str | None:
-    """The key of the declaration that a text names: of `kl/0` it is `kl/{lag}`."""
-    if text in DECLARED:
-        return text
-    found = CATALOGUE.find(text)
-    return None if found is None else found.metric.key

@@ -1,12 +1,15 @@
 """The answers, as JSON. A value that is absent is null, never 0 and never NaN."""
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from services.aggregator import history
 from services.aggregator.reduce import Instrument, Reduction
+
+MAX_KEEP_DAYS = 36_500
+"""A hundred years; what shall be kept longer is kept forever."""
 
 
 class Answer(BaseModel):
@@ -33,12 +36,41 @@ class Run(Answer):
     """Begin of the first thing measured."""
     last_seen: datetime
     """End of the last thing measured."""
+    num_producers: int
+    """Processes that have sent metrics."""
+    missing_batches: int
+    """Batches of all producers that have not arrived although later ones did."""
+    keep_days: float | Literal["forever"] | None
+    """How long it is kept after it was last heard of; null: as long as the aggregator keeps runs
+    (`aggregator.keep_runs_days`)."""
+    kept_until: datetime | None
+    """It is deleted soon after this time, unless it is heard of before; null: never."""
 
 
 class Runs(Answer):
     """All runs, the one heard of last first."""
 
     runs: list[Run]
+
+
+def _kind(given: object) -> str:
+    return "word" if isinstance(given, str) else "days"
+
+
+class Retention(BaseModel):
+    """How long a run is kept."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+
+    keep_days: (
+        Annotated[
+            Annotated[float, Field(gt=0, le=MAX_KEEP_DAYS, allow_inf_nan=False), Tag("days")]
+            | Annotated[Literal["forever"], Tag("word")],
+            Discriminator(_kind),
+        ]
+        | None
+    )
+    """Days after it was last heard of, or "forever"; null: as long as the aggregator keeps runs."""
 
 
 class Attempt(Answer):
@@ -71,12 +103,18 @@ class RunDetail(Run):
 
 
 class Point(Answer):
-    """One window. The counts of what is in no sum are left out where they are 0."""
+    """One window. The envelope is left out where there is none, the counts of what is in no sum
+    where they are 0."""
 
     x: int
     """The window's first step, or its begin in seconds since 1970."""
     value: float | None
     """The reduced value; null where it is absent."""
+    low: float | None = None
+    """The smallest value of the steps (by time: of the 10 s) that the window pools, each reduced
+    as the window is. Left out for a single one, and for reductions that have none."""
+    high: float | None = None
+    """The largest of them."""
     nan: int = 0
     """NaNs observed."""
     pos_inf: int = 0
@@ -90,6 +128,8 @@ class Point(Answer):
         return cls(
             x=point.x,
             value=point.value,
+            low=point.low,
+            high=point.high,
             nan=point.num_nan,
             pos_inf=point.num_pos_inf,
             neg_inf=point.num_neg_inf,
@@ -123,8 +163,8 @@ class Metrics(Answer):
     metrics: list[Latest]
 
 
-class History(Answer):
-    """A metric's history, ascending."""
+class SeriesHistory(Answer):
+    """A metric's history in one run, ascending."""
 
     run: str
     key: str
@@ -139,6 +179,19 @@ class History(Answer):
     """Over all producers."""
     by_producer: dict[str, list[Point]] | None = None
     """Of each producer alone; only with group_by=producer."""
+
+
+class History(SeriesHistory):
+    """One page of a metric's history."""
+
+    next_page: str | None
+    """What to send as `page` for the points that follow; null after the last."""
+
+
+class Histories(Answer):
+    """Several histories: all runs of the first key, then those of the next."""
+
+    histories: list[SeriesHistory]
 
 
 class GroupCounts(Answer):
@@ -172,6 +225,9 @@ class Declared(Answer):
     meaning: str
     since: str | None
     """The part of the plan that will record it, as "3 of 8"; null once it is recorded."""
+    only_when: str | None
+    """What has to happen for it to be recorded, such as "a group was dropped"; null where every run
+    has it."""
     old_names: list[str]
     """What earlier trainers called it."""
 
@@ -182,3 +238,43 @@ class CatalogueAnswer(Answer):
     metrics: list[Declared]
     renamed: dict[str, list[str]]
     """Keys of earlier trainers, and what they are called here."""
+
+
+class Owner(Answer):
+    """Steps that belong to one attempt."""
+
+    attempt: int
+    first_step: int
+    end_step: int | None
+    """The first step that is not its own any more; null for the latest attempt."""
+
+
+class Line(Answer):
+    """Event `line` of a stream: which attempt each step belongs to, latest first. Points of
+    another attempt are to be forgotten: their steps were made again."""
+
+    run: str
+    line: list[Owner]
+
+
+class NewSeriesPoints(Answer):
+    """What is new of one metric: each point replaces the one of the same step."""
+
+    key: str
+    attempt: int
+    """The attempt that the steps belong to."""
+    points: list[Point]
+
+
+class NewPoints(Answer):
+    """Event `points` of a stream."""
+
+    revision: int
+    """All changes up to it have been told; send it as `after` to go on from here."""
+    series: list[NewSeriesPoints]
+
+
+class Gone(Answer):
+    """Event `gone` of a stream, its last: the run has been deleted."""
+
+    run: str

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Query
 from services.aggregator import wording
 from services.aggregator.api.backend import Backend
 from services.aggregator.api.models import Answer
+from services.aggregator.api.parameters import WHOLE
 from services.aggregator.api.problems import documented
 from services.aggregator.api.runs import known_run
 from services.aggregator.evidence import read_window
@@ -116,7 +117,7 @@ def router(backend: Backend) -> APIRouter:
     def show_verdict(
         run: str,
         window: Annotated[
-            int, Query(ge=1, le=MAX_STEPS, description="The last so many steps.")
+            int, Query(ge=1, le=MAX_STEPS, description="The last so many steps."), WHOLE
         ] = DEFAULT_STEPS,
         speed_up: Annotated[
             float | None,

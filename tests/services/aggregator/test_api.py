@@ -1,6 +1,5 @@
 import json
 import re
-from typing import Any
 
 import httpx
 import pytest
@@ -11,8 +10,8 @@ from services.aggregator.api.backend import Backend
 from services.aggregator.catalogue import CATALOGUE
 from services.aggregator.ingest import Ingest
 from services.aggregator.store import Store
+from tests.services.aggregator.asking import problem, strict
 from tests.services.aggregator.making import (
-    INF,
     NAN,
     NOW_S,
     Producer,
@@ -21,27 +20,6 @@ from tests.services.aggregator.making import (
     observed,
     ratio,
 )
-
-
-def strict(response: httpx.Response) -> Any:
-    """The JSON of a good answer, refusing the words that JSON has not."""
-
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
-
-    assert response.status_code == 200, response.text
-    return json.loads(response.text, parse_constant=refuse)
-
-
-async def problem(client: httpx.AsyncClient, path: str, status: int) -> str:
-    """The detail of a problem."""
-    response = await client.get(path)
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/problem+json"
-    said = response.json()
-    assert said["status"] == status
-    detail: str = said["detail"]
-    return detail
 
 
 async def test_probes(client: httpx.AsyncClient) -> None:
@@ -76,6 +54,10 @@ async def test_runs_show_who_was_seen(client: httpx.AsyncClient, ingest: Ingest)
         "latest_step": 8,
         "first_seen": "2027-01-15T07:59:59Z",
         "last_seen": "2027-01-15T08:00:05Z",
+        "num_producers": 3,
+        "missing_batches": 2,
+        "keep_days": None,
+        "kept_until": None,
     }
     detail = strict(await client.get("/api/v1/runs/demo"))
     assert [(a["attempt"], a["first_step"], a["last_step"]) for a in detail["attempts"]] == [
@@ -125,96 +107,10 @@ async def test_metrics_list_latest_values(client: httpx.AsyncClient, ingest: Ing
     assert {"ingest/deltas", "ingest/gaps", "loss"} <= {each["key"] for each in everything}
 
 
-async def test_history_is_strict_json_and_keeps_every_step(
-    client: httpx.AsyncClient, ingest: Ingest
-) -> None:
-    """C27."""
-    for step, value in ((1, 1.0), (2, NAN), (3, INF)):
-        Producer("p", boot_id=str(step)).send(ingest, [("loss", observed([value]))], step=step)
-    answer = strict(await client.get("/api/v1/runs/demo/metrics/loss"))
-    assert answer["points"] == [
-        {"x": 1, "value": 1.0},
-        {"x": 2, "value": None, "nan": 1},
-        {"x": 3, "value": None, "pos_inf": 1},
-    ]
-    assert (answer["axis"], answer["reduce"], answer["width"]) == ("step", "mean", 1)
-
-
-async def test_history_by_producer(client: httpx.AsyncClient, ingest: Ingest) -> None:
-    for number in (0, 1):
-        Producer(f"generator-{number}").send(
-            ingest, [("rollout/duration_s", observed([1.0 + number]))], step=1
-        )
-    path = "/api/v1/runs/demo/metrics/rollout/duration_s?group_by=producer&reduce=max"
-    answer = strict(await client.get(path))
-    assert answer["points"] == [{"x": 1, "value": 2.0}]
-    assert answer["by_producer"] == {
-        "generator-0": [{"x": 1, "value": 1.0}],
-        "generator-1": [{"x": 1, "value": 2.0}],
-    }
-
-
 @pytest.fixture
 def recorded(ingest: Ingest) -> None:
     """`loss` at one step."""
     Producer("trainer-0").send(ingest, [("loss", observed([1.0]))])
-
-
-@pytest.fixture
-def fifty(ingest: Ingest) -> None:
-    """`loss` at steps 0 to 49, one every 10 s."""
-    producer = Producer("trainer-0")
-    for step in range(50):
-        producer.send(ingest, [("loss", observed([step]))], step=step, now_s=NOW_S + 10 * step)
-
-
-@pytest.mark.usefixtures("fifty")
-async def test_ranges_are_half_open_and_capped(client: httpx.AsyncClient) -> None:
-    """C29."""
-
-    async def xs(query: str) -> list[int]:
-        answer = strict(await client.get(f"/api/v1/runs/demo/metrics/loss?{query}"))
-        return [point["x"] for point in answer["points"]]
-
-    assert await xs("since=10&until=13") == [10, 11, 12]
-    assert await xs("since=10&until=10") == []
-    assert await xs("since=-5&until=2") == [0, 1]
-    assert await xs("max_points=1000000000") == list(range(50))
-    assert await xs("max_points=10") == list(range(0, 50, 5))
-    assert await xs("max_points=1") == [0]
-    start = int(NOW_S)
-    assert start == 1_800_000_000  # 2027-01-15T08:00:00Z
-    assert await xs(f"axis=time&since={start + 20}&until={start + 40}") == [start + 20, start + 30]
-    for moment in ("08:00:00", "08:00:00Z", "13:00:00%2B05:00", "03:00:00-05:00"):
-        assert await xs(f"axis=time&until=2027-01-15T{moment}") == [], moment
-        assert (await xs(f"axis=time&since=2027-01-15T{moment}"))[0] == start, moment
-
-
-@pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize(
-    ("query", "says"),
-    [
-        ("max_points=0", "max_points"),
-        ("max_points=-1", "max_points"),
-        ("max_points=many", "max_points"),
-        ("since=5&until=4", "since"),
-        ("since=soon", "since: 'soon' is not a step"),
-        ("since=1e3", "since"),
-        (f"since={10**30}", "since"),
-        ("axis=time&since=soon", "a time"),
-        ("axis=time&since=nan", "since"),
-        ("axis=time&until=inf", "until"),
-        ("axis=time&since=2027-01-15T13:00:00+05:00", "%2B"),
-        ("axis=wall", "axis"),
-        ("reduce=median", "reduce"),
-        ("reduce=sum", "not for loss (observation); choose one of mean, min"),
-        ("group_by=step", "group_by"),
-    ],
-)
-async def test_a_range_or_reduction_that_cannot_be_says_what_to_do(
-    client: httpx.AsyncClient, query: str, says: str
-) -> None:
-    assert says in await problem(client, f"/api/v1/runs/demo/metrics/loss?{query}", 422)
 
 
 @pytest.mark.usefixtures("recorded")
@@ -234,17 +130,26 @@ async def test_what_is_not_there_is_404(client: httpx.AsyncClient, path: str, sa
 
 
 @pytest.mark.usefixtures("recorded")
-async def test_a_bad_expression_is_422(client: httpx.AsyncClient) -> None:
-    assert "not a regular" in await problem(client, "/api/v1/runs/demo/metrics?match=(", 422)
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("runs?all=1", "'all' is no parameter of this endpoint; it has none"),
+        ("runs/demo/metrics?reduce=max", "'reduce' is no parameter of this endpoint; it has match"),
+        ("runs/demo/export?keys=loss", "it has key, format, axis"),
+        ("runs/demo/stream?since=4", "it has key, after"),
+        ("runs/demo/verdict?steps=20", "it has window, speed_up"),
+        ("history?run=demo&key=loss&limit=4", "it has run, key"),
+    ],
+)
+async def test_a_parameter_that_is_not_there_is_not_ignored(
+    client: httpx.AsyncClient, path: str, says: str
+) -> None:
+    assert says in await problem(client, f"/api/v1/{path}", 422)
 
 
 @pytest.mark.usefixtures("recorded")
-async def test_a_declared_key_that_nothing_recorded_has_no_points(
-    client: httpx.AsyncClient,
-) -> None:
-    for query in ("", "?axis=time&reduce=p95", "?group_by=producer"):
-        answer = strict(await client.get(f"/api/v1/runs/demo/metrics/perf/step_s{query}"))
-        assert answer["points"] == []
+async def test_a_bad_expression_is_422(client: httpx.AsyncClient) -> None:
+    assert "not a regular" in await problem(client, "/api/v1/runs/demo/metrics?match=(", 422)
 
 
 async def test_groups_are_counted(client: httpx.AsyncClient, ingest: Ingest) -> None:
@@ -308,9 +213,10 @@ async def test_the_document_is_what_the_bundled_page_renders(client: httpx.Async
     assert '{"type": "null"}' not in json.dumps(document)
     referred = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert referred <= set(document["components"]["schemas"])
-    for operations in document["paths"].values():
+    for path, operations in document["paths"].items():
         for operation in operations.values():
-            if "parameters" in operation:
+            # What speaks Prometheus' API answers its errors too.
+            if "parameters" in operation and not path.startswith("/prometheus/"):
                 problems = operation["responses"]["422"]["content"]
                 assert set(problems) == {"application/problem+json"}
 

@@ -58,7 +58,8 @@ def test_a_ratio_is_of_finite_sums(numerator: float, denominator: float) -> None
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("sum", NAN), ("min", 9.0), ("last", 7.0), ("last_s", 1001.0)]
+    ("field", "value"),
+    [("sum", NAN), ("min", 9.0), ("last", 7.0), ("last_s", 1001.0), ("last_s", -1e300)],
 )
 def test_an_observation_agrees_with_itself(field: str, value: float) -> None:
     request = Producer("p").request([("loss", observed([1.0, 2.0]))])
@@ -79,7 +80,10 @@ def test_a_delta_without_a_partial_is_none() -> None:
     assert reasons(request) == ["bad_value"]
 
 
-@pytest.mark.parametrize(("begin_s", "end_s"), [(2.0, 1.0), (1.0, 1000.5), (NAN, 1.0)])
+@pytest.mark.parametrize(
+    ("begin_s", "end_s"),
+    [(2.0, 1.0), (1.0, 1000.5), (NAN, 1.0), (-1e17, 1.0), (-1e300, 1.0), (-INF, 1.0)],
+)
 def test_a_delta_ended_before_it_was_sent(begin_s: float, end_s: float) -> None:
     request = Producer("p").request([("loss", observed([1.0]))])
     request.deltas[0].begin_s, request.deltas[0].end_s = begin_s, end_s

@@ -59,8 +59,14 @@ def test_the_rule_comes_from_the_declaration_not_from_words_in_the_key() -> None
 
 def test_a_custom_key_is_what_it_comes_as() -> None:
     assert CATALOGUE.metric("custom/min_max", instrument="ratio").default == "ratio"
-    with pytest.raises(KeyError):
-        CATALOGUE.metric("undeclared", instrument="count")
+
+
+def test_a_key_that_was_declared_otherwise_stays_what_it_came_as() -> None:
+    """Of a recipe that does not declare it any more, or by another instrument."""
+    assert CATALOGUE.metric("undeclared", instrument="count").default == "sum"
+    assert CATALOGUE.metric("loss", instrument="observation").unit == "1"
+    other = CATALOGUE.metric("loss", instrument="count")
+    assert (other.default, other.meaning) == ("sum", "Not declared.")
 
 
 def test_a_key_is_declared_once() -> None:

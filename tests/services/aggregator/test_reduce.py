@@ -20,7 +20,7 @@ from services.aggregator.reduce import (
     Sum,
     reduce,
 )
-from services.aggregator.rows import encode, pool, to_row
+from services.aggregator.rows import pool, to_row
 from tests.services.aggregator.making import INF, NAN, Build, Producer, count, observed, ratio
 
 numbers = st.floats(-1e6, 1e6)
@@ -33,7 +33,7 @@ def partial_of(build: Build) -> Partial:
     assert batch.rejected == ()
     (delta,) = batch.deltas
     assert isinstance(delta, Delta)
-    return pool(delta.instrument, [encode(delta.partial)])
+    return pool(delta.instrument, [delta.row])
 
 
 def merge(*partials: Partial) -> Partial:

@@ -1,4 +1,4 @@
-"""What is stored is what was sent, and pooling rows is merging what they were made of."""
+"""What is stored is what was sent; adding rows up and pooling them is the same."""
 
 import copy
 import math
@@ -7,107 +7,133 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.aggregator.reduce import Instrument, Observation, Reduction, reduce
-from services.aggregator.rows import SCALAR_NAMES, encode, pool, thaw, to_row
-from services.common import partials
-from services.common.partials import Count, Ratio, Sum
+from services.aggregator.batch import decode
+from services.aggregator.reduce import Instrument, Observation, Partial, Reduction, reduce
+from services.aggregator.rows import (
+    COMPACT_BYTES,
+    HISTOGRAM,
+    SCALAR_NAMES,
+    StoredRow,
+    add,
+    pool,
+    to_row,
+)
+from tests.services.aggregator.making import Build, Producer, count, observed, ratio
 
 numbers = st.floats(-1e9, 1e9)
 any_number = st.floats(allow_nan=True, allow_infinity=True, width=32)
+observations = st.builds(
+    lambda values, at_s: (observed(values), at_s),
+    st.lists(any_number, max_size=6),
+    st.floats(0, 9),
+)
+
+REDUCTIONS: dict[Instrument, Reduction] = {
+    "count": "sum",
+    "observation": "mean",
+    "ratio": "ratio",
+}
+
+
+def row_of(build: Build, at_s: float = 0.0) -> tuple[Instrument, StoredRow]:
+    """As it comes from a producer."""
+    request = Producer("p").request([("custom/x", build)])
+    if request.deltas[0].HasField("observation"):
+        request.deltas[0].observation.last_s = at_s
+    batch = decode(request)
+    assert batch.rejected == ()
+    return batch.deltas[0].instrument, batch.deltas[0].row
 
 
 @st.composite
-def observations(draw: st.DrawFn) -> partials.Observation:
-    partial = partials.Observation()
-    for at_s, value in enumerate(draw(st.lists(any_number, max_size=6))):
-        partial.add(value, float(at_s + draw(st.integers(0, 3))))
-    return partial
-
-
-@st.composite
-def same_instrument(draw: st.DrawFn) -> list[partials.Partial]:
-    kinds: tuple[st.SearchStrategy[partials.Partial], ...] = (
-        st.builds(Count, st.builds(Sum, st.floats(0, 1e9))),
-        st.builds(Ratio, st.builds(Sum, numbers), st.builds(Sum, st.floats(0, 1e9))),
-        observations(),
+def same_instrument(draw: st.DrawFn) -> tuple[Instrument, list[StoredRow]]:
+    kinds: tuple[st.SearchStrategy[tuple[Build, float]], ...] = (
+        st.tuples(st.builds(count, st.floats(0, 1e9)), st.just(0.0)),
+        st.tuples(st.builds(ratio, numbers, st.floats(0.1, 1e9)), st.just(0.0)),
+        observations,
     )
-    return draw(st.lists(draw(st.sampled_from(kinds)), min_size=1, max_size=6))
+    built = draw(st.lists(draw(st.sampled_from(kinds)), min_size=1, max_size=6))
+    rows = [row_of(build, at_s) for build, at_s in built]
+    return rows[0][0], [row for _, row in rows]
+
+
+def exact(partial: Partial) -> object:
+    """What does not depend on the order of adding floats."""
+    if not isinstance(partial, Observation):
+        return None
+    return (
+        partial.n,
+        partial.minimum,
+        partial.maximum,
+        partial.last,
+        partial.last_at_s,
+        partial.histogram,
+        (partial.num_nan, partial.num_pos_inf, partial.num_neg_inf),
+    )
 
 
 @given(same_instrument())
-def test_pooling_rows_is_merging_what_they_hold(found: list[partials.Partial]) -> None:
-    rows = [encode(partial) for partial in found]
-    merged = copy.deepcopy(found[0])
-    for partial in found[1:]:
-        merged.merge(partial)  # type: ignore[arg-type]
-    instrument = _instrument(found[0])
-    pooled, expected = pool(instrument, rows), pool(instrument, [encode(merged)])
-    if isinstance(pooled, Observation) and isinstance(expected, Observation):
-        assert pooled.histogram == expected.histogram
-        assert (pooled.n, pooled.minimum, pooled.maximum, pooled.last, pooled.last_at_s) == (
-            expected.n,
-            expected.minimum,
-            expected.maximum,
-            expected.last,
-            expected.last_at_s,
-        )
-        bad = (pooled.num_nan, pooled.num_pos_inf, pooled.num_neg_inf)
-        assert bad == (expected.num_nan, expected.num_pos_inf, expected.num_neg_inf)
-    reductions: dict[Instrument, Reduction] = {
-        "count": "sum",
-        "ratio": "ratio",
-        "observation": "mean",
-    }
-    value, right = (reduce(each, reductions[instrument]) for each in (pooled, expected))
-    assert value == (None if right is None else pytest.approx(right, rel=1e-12, abs=1e-12))
-    assert pool(instrument, list(reversed(rows))) == pooled
-
-
-def _instrument(partial: partials.Partial) -> Instrument:
-    if isinstance(partial, Count):
-        return "count"
-    return "ratio" if isinstance(partial, Ratio) else "observation"
+def test_adding_rows_up_and_pooling_them_is_the_same(
+    found: tuple[Instrument, list[StoredRow]],
+) -> None:
+    instrument, rows = found
+    for order in (rows, rows[::-1]):
+        added = copy.deepcopy(order[0])
+        for row in order[1:]:
+            add(added, row)
+        pooled, expected = pool(instrument, rows), pool(instrument, [added])
+        assert exact(pooled) == exact(expected)
+        value, right = (reduce(each, REDUCTIONS[instrument]) for each in (pooled, expected))
+        assert value == (None if right is None else pytest.approx(right, rel=1e-12, abs=1e-12))
+    assert pool(instrument, rows[::-1]) == pool(instrument, rows)
 
 
 @given(same_instrument())
-def test_storing_keeps_all(found: list[partials.Partial]) -> None:
-    for partial in found:
-        row = encode(partial)
-        pooled = pool(_instrument(partial), [row])
-        assert to_row(pooled) == row
-        assert encode(thaw(pooled)) == row
+def test_storing_keeps_all(found: tuple[Instrument, list[StoredRow]]) -> None:
+    instrument, rows = found
+    for row in rows:
+        pooled = pool(instrument, [row])
+        assert pool(instrument, [to_row(pooled)]) == pooled
+
+
+@given(st.lists(numbers, min_size=2, max_size=30))
+def test_sums_of_rows_are_exact(values: list[float]) -> None:
+    _, added = row_of(ratio(values[0], 1))
+    for value in values[1:]:
+        add(added, row_of(ratio(value, 1))[1])
+    exactly = math.fsum(values)
+    assert added[0] + added[1] == pytest.approx(exactly, rel=1e-15, abs=1e-20)
 
 
 def test_equal_values_need_no_histogram() -> None:
     for value in (2.5, -2.5, 0.0):
-        partial = partials.Observation()
-        for _ in range(3):
-            partial.add(value, 1.0)
-        row = encode(partial)
-        assert row[-1] is None
-        other = partials.Observation()
-        other.add(7.0, 1.0)
-        other.add(8.0, 1.0)
-        pooled = pool("observation", [row, encode(other)])
+        _, row = row_of(observed([value] * 3))
+        assert row[HISTOGRAM] is None
+        pooled = pool("observation", [row, row_of(observed([7.0, 8.0]))[1]])
         assert isinstance(pooled, Observation)
         assert pooled.histogram.n == 5
         assert reduce(pooled, "p50") == pytest.approx(value, rel=0.01)
 
 
 def test_rows_without_histograms_have_all_but_percentiles() -> None:
-    partial = partials.Observation()
-    partial.add(1.0, 1.0)
-    partial.add(3.0, 2.0)
-    row = encode(partial)[: len(SCALAR_NAMES)]
+    row = row_of(observed([1.0, 3.0]))[1][: len(SCALAR_NAMES)]
     assert reduce(pool("observation", [row, row]), "mean") == 2.0
 
 
+def test_a_histogram_that_is_added_to_for_long_stays_small() -> None:
+    _, added = row_of(observed([1.0, 2.0]))
+    for _ in range(2000):
+        add(added, row_of(observed([1.0, 2.0, -3.0, 0.0]))[1])
+        assert len(added[HISTOGRAM]) <= COMPACT_BYTES
+    pooled = pool("observation", [added])
+    assert isinstance(pooled, Observation)
+    assert pooled.histogram.n == pooled.n == 8002
+    assert pooled.histogram.zeros == 2000
+
+
 def test_a_sum_that_overflows_is_stored_and_absent() -> None:
-    partial = partials.Observation()
-    for _ in range(2):
-        partial.add(1.7e308, 1.0)
-    partial.merge(copy.deepcopy(partial))
-    row = encode(partial)
+    _, row = row_of(observed([1.7e308]))
+    add(row, copy.deepcopy(row))
     assert not any(isinstance(each, float) and math.isnan(each) for each in row)
     assert reduce(pool("observation", [row, row]), "mean") is None
     assert reduce(pool("observation", [row, row]), "max") == 1.7e308

@@ -99,7 +99,9 @@ Global___CountPartial: _TypeAlias = CountPartial  # noqa: Y015
 
 @_typing.final
 class Histogram(_message.Message):
-    """A log-bucket histogram: bucket i holds the absolute values in (1.02^(i-1), 1.02^i]. Buckets and counts go in pairs."""
+    """A log-bucket histogram: bucket i holds the absolute values in (1.02^(i-1), 1.02^i]. Buckets and counts go in pairs; a
+    bucket may come several times. So two encoded histograms, one behind the other, are the histogram of both.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -108,11 +110,9 @@ class Histogram(_message.Message):
     NEGATIVE_BUCKETS_FIELD_NUMBER: _builtins.int
     NEGATIVE_COUNTS_FIELD_NUMBER: _builtins.int
     ZEROS_FIELD_NUMBER: _builtins.int
-    zeros: _builtins.int
-    """Values equal to 0."""
     @_builtins.property
     def positive_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Buckets of positive values, each once."""
+        """Buckets of positive values."""
 
     @_builtins.property
     def positive_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -120,11 +120,15 @@ class Histogram(_message.Message):
 
     @_builtins.property
     def negative_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Buckets of negative values, each once."""
+        """Buckets of negative values."""
 
     @_builtins.property
     def negative_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How many values each of them holds."""
+
+    @_builtins.property
+    def zeros(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Values equal to 0; of several numbers, the sum."""
 
     def __init__(
         self,
@@ -133,7 +137,7 @@ class Histogram(_message.Message):
         positive_counts: _abc.Iterable[_builtins.int] | None = ...,
         negative_buckets: _abc.Iterable[_builtins.int] | None = ...,
         negative_counts: _abc.Iterable[_builtins.int] | None = ...,
-        zeros: _builtins.int = ...,
+        zeros: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -1,0 +1,1 @@
+"""The subset of PromQL that dashboards need, answered from the store."""
