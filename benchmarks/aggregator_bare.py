@@ -32,7 +32,7 @@ class Acknowledge(metrics_pb2_grpc.MetricsServiceServicer):
         self, request: wire.PushDeltasRequest, context: Any
     ) -> wire.PushDeltasResponse:
         """Answer as the aggregator does, without a store."""
-        return wire.PushDeltasResponse(accepted=len(request.deltas))
+        return wire.PushDeltasResponse(accepted=len(request.keys))
 
 
 @contextmanager

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import psutil
 from headrace.v1 import metrics_pb2 as wire
 
-from services.common import grpc_kit, partials
+from services.common import columns, grpc_kit, partials
 from services.common.config import Network
 
 RUN = "load"
@@ -164,18 +165,25 @@ class Batches:
     def _placed(self, template: wire.PushDeltasRequest, step: int) -> bytes:
         begin_s, end_s = self._begin_s, time.monotonic()
         self._begin_s = end_s
-        for delta in template.deltas:
-            delta.step, delta.begin_s, delta.end_s = step, begin_s, end_s
-            if delta.HasField("observation"):
-                delta.observation.last_s = end_s
+        for part in (template.counts, template.ratios, template.observations):
+            number = len(part.places.key) // columns.UINT32.itemsize
+            part.places.step = np.full(number, step, columns.UINT64).tobytes()
+            part.places.begin_s = np.full(number, begin_s, columns.DOUBLE).tobytes()
+            part.places.end_s = np.full(number, end_s, columns.DOUBLE).tobytes()
+        template.observations.last_s = template.observations.places.end_s
         encoded: bytes = template.SerializeToString()
         return encoded
 
 
 def _template(variant: int) -> wire.PushDeltasRequest:
     request = wire.PushDeltasRequest()
-    for key, partial in contents(variant).items():
-        partial.write(request.deltas.add(key=key, attempt=1))
+    columns.write(
+        request,
+        [
+            columns.Item(key, 1, 0, MOMENT, MOMENT, partial)
+            for key, partial in contents(variant).items()
+        ],
+    )
     return request
 
 

@@ -17,7 +17,7 @@ import psutil
 from headrace.v1 import metrics_pb2 as wire
 from headrace.v1 import metrics_pb2_grpc
 
-from services.common import grpc_kit
+from services.common import columns, grpc_kit
 from services.common.config import Network
 from services.common.partials import Observation
 
@@ -78,19 +78,22 @@ def fill(address: str, *, steps: int) -> float:
             )
             now_s = time.monotonic()
             last = min(first + BATCH_STEPS, steps)
-            for step in range(first, last):
-                end_s = now_s - (steps - step) * STEP_S
-                partial = Observation()
-                partial.add(step_value(step), end_s)
-                delta = request.deltas.add(
-                    key=KEY, attempt=1, step=step, begin_s=end_s - STEP_S, end_s=end_s
-                )
-                partial.write(delta)
+            columns.write(
+                request,
+                (_item(step, now_s - (steps - step) * STEP_S) for step in range(first, last)),
+            )
             request.now_s = now_s
             answer = push(request, timeout=DEADLINE_S)
             if answer.duplicate or answer.accepted != last - first:
                 raise RuntimeError(f"a batch of {last - first} steps was not taken: {answer}")
     return steps / (time.monotonic() - begun_s)
+
+
+def _item(step: int, end_s: float) -> columns.Item:
+    """One step as the recorder has it."""
+    partial = Observation()
+    partial.add(step_value(step), end_s)
+    return columns.Item(KEY, 1, step, end_s - STEP_S, end_s, partial)
 
 
 def measure(page: str, *, steps: int, times: int, server_pid: int) -> dict[str, Asked]:

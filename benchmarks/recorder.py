@@ -40,7 +40,7 @@ class Sink(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
 
     def PushDeltas(self, request: Any, context: Any) -> metrics_pb2.PushDeltasResponse:
         """Take a batch."""
-        return metrics_pb2.PushDeltasResponse(accepted=len(request.deltas))
+        return metrics_pb2.PushDeltasResponse(accepted=len(request.keys))
 
 
 @contextmanager

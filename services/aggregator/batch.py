@@ -8,21 +8,13 @@ refused as a whole.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import numpy as np
 from headrace.v1 import metrics_pb2 as wire
 
-from services.aggregator.reduce import Instrument
-from services.aggregator.rows import NOT_A_RATIO, NOT_OBSERVED, StoredRow
+from services.aggregator import table
+from services.aggregator.table import MAX_AGE_S, MAX_INTEGER, BadColumns, Table
 from services.common.config import RUN_NAME
-
-MAX_INTEGER = 2**62
-"""Steps, attempts, sequences and counts above this are nonsense, and would not fit the database's
-integers.
-"""
-
-MAX_AGE_S = 1e8
-"""Three years; what was measured longer ago than this was not."""
 
 MAX_NAME = 200
 """Longest producer, boot id, group id or key."""
@@ -36,25 +28,14 @@ class BadBatch(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A delta that is not taken: `reason` is one word for the metric, `detail` says what to do."""
+    """Partials of one key that are not taken: `reason` is one word for the metric, `detail` says
+    what to do.
+    """
 
     key: str
     reason: str
     detail: str
-
-
-class Delta(NamedTuple):
-    """One partial of one key within one step of one attempt. (A tuple: there are many.)"""
-
-    key: str
-    attempt: int
-    step: int
-    begin_s: float
-    end_s: float
-    """Producer's monotonic time of the first and the last value."""
-    instrument: Instrument
-    row: StoredRow
-    """An observation's LAST_AT_S is still the producer's time here."""
+    number: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +63,16 @@ class Batch:
     sequence: int
     now_s: float
     """Producer's monotonic time at this send."""
-    deltas: tuple[Delta, ...]
+    keys: tuple[str, ...]
+    tables: tuple[Table, ...]
+    """Partials by instrument; their times are still the producer's."""
     events: tuple[GroupEvent, ...]
     rejected: tuple[Rejected, ...]
+
+    @property
+    def num_partials(self) -> int:
+        """Partials that are not rejected."""
+        return sum(map(len, self.tables))
 
 
 def decode(request: wire.PushDeltasRequest) -> Batch:
@@ -95,17 +83,13 @@ def decode(request: wire.PushDeltasRequest) -> Batch:
     _require(0 < len(request.boot_id) <= MAX_NAME, "boot_id must be given")
     _require(0 < request.sequence <= MAX_INTEGER, "sequence must count from 1")
     _require(math.isfinite(request.now_s), "now_s must be a time in seconds")
-    deltas: list[Delta] = []
     events: list[GroupEvent] = []
     rejected: list[Rejected] = []
-    now_s = request.now_s
-    for message in request.deltas:
-        delta = _delta(message, now_s)
-        if type(delta) is Delta:
-            deltas.append(delta)
-        else:
-            assert isinstance(delta, Rejected)
-            rejected.append(delta)
+    keys = tuple(request.keys)
+    try:
+        tables = _tables(request, keys, rejected)
+    except BadColumns as error:
+        raise BadBatch(str(error)) from None
     for event in (_event(message, request.now_s) for message in request.events):
         if isinstance(event, GroupEvent):
             events.append(event)
@@ -118,7 +102,8 @@ def decode(request: wire.PushDeltasRequest) -> Batch:
         boot_id=request.boot_id,
         sequence=request.sequence,
         now_s=request.now_s,
-        deltas=tuple(deltas),
+        keys=keys,
+        tables=tables,
         events=tuple(events),
         rejected=tuple(rejected),
     )
@@ -129,32 +114,38 @@ def _require(holds: bool, message: str) -> None:
         raise BadBatch(message)
 
 
-def _delta(message: wire.Delta, now_s: float) -> Delta | Rejected:
-    key, attempt, step = message.key, message.attempt, message.step
-    begin_s, end_s = message.begin_s, message.end_s
-    if not 0 < len(key) <= MAX_NAME or not key.isprintable():
-        return Rejected(key[:MAX_NAME], "bad_key", "a key is a printable text of 1 to 200")
-    if attempt > MAX_INTEGER or step > MAX_INTEGER:
-        return Rejected(key, "bad_clock", f"attempt {attempt}, step {step}")
-    if not now_s - MAX_AGE_S <= begin_s <= end_s <= now_s:
-        return Rejected(
-            key,
-            "bad_time",
-            f"begin_s {begin_s} <= end_s {end_s} <= now_s {now_s} must hold, in recent years",
-        )
-    kind = message.WhichOneof("partial")
-    row: StoredRow | str
-    if kind == "count":
-        row = _count(message.count)
-    elif kind == "observation":
-        row = _observation(message.observation, now_s)
-    elif kind == "ratio":
-        row = _ratio(message.ratio)
-    else:
-        return Rejected(key, "bad_value", "the delta holds no partial")
-    if isinstance(row, str):
-        return Rejected(key, "bad_value", row)
-    return Delta(key, attempt, step, begin_s, end_s, kind, row)
+def _tables(
+    request: wire.PushDeltasRequest, keys: tuple[str, ...], rejected: list[Rejected]
+) -> tuple[Table, ...]:
+    """The partials that break no rule. Raises BadColumns."""
+    bad_keys = np.array([not 0 < len(key) <= MAX_NAME or not key.isprintable() for key in keys])
+    tables = []
+    for name, read in (
+        ("counts", table.counts),
+        ("ratios", table.ratios),
+        ("observations", table.observations),
+    ):
+        if not request.HasField(name):  # type: ignore[arg-type]
+            continue
+        found: Table = read(getattr(request, name))
+        if len(found) and int(found.key.max()) >= len(keys):
+            raise BadColumns(f"{name}: a partial of key {found.key.max()}, of {len(keys)}")
+        keep = np.ones(len(found), bool)
+        faults = table.faults(found, now_s=request.now_s)
+        if bad_keys.any():
+            faults.insert(0, table.Fault(bad_keys[found.key], "bad_key", _bad_key))
+        for fault in faults:
+            rejected.extend(
+                Rejected(keys[found.key[index]][:MAX_NAME], fault.reason, fault.says(index))
+                for index in np.flatnonzero(fault.broken & keep).tolist()
+            )
+            keep &= ~fault.broken
+        tables.append(found.kept(keep))
+    return tuple(tables)
+
+
+def _bad_key(_index: int) -> str:
+    return f"a key is a printable text of 1 to {MAX_NAME}"
 
 
 def _event(message: wire.GroupEvent, now_s: float) -> GroupEvent | Rejected:
@@ -178,53 +169,3 @@ def _event(message: wire.GroupEvent, now_s: float) -> GroupEvent | Rejected:
             at_s=message.at_s,
         )
     return Rejected(f"group {group_id[:MAX_NAME]}", "bad_event", why)
-
-
-def _count(partial: wire.CountPartial) -> StoredRow | str:
-    number = partial.sum
-    if not 0 <= number < math.inf:
-        return f"a count's sum must be finite and not negative, not {number}"
-    return [number, 0.0, *NOT_A_RATIO, *NOT_OBSERVED]
-
-
-def _ratio(partial: wire.RatioPartial) -> StoredRow | str:
-    numerator, denominator = partial.numerator, partial.denominator
-    if not (math.isfinite(numerator) and 0 <= denominator < math.inf):
-        return (
-            f"a ratio needs finite numbers and no negative denominator: {numerator}/{denominator}"
-        )
-    if denominator == 0 and numerator != 0:
-        return f"numerator {numerator} without a denominator: events need their exposure"
-    return [numerator, 0.0, denominator, 0.0, *NOT_OBSERVED]
-
-
-def _observation(partial: wire.ObservationPartial, now_s: float) -> StoredRow | str:
-    n, total, last_s = partial.n, partial.sum, partial.last_s
-    bad = (partial.num_nan, partial.num_pos_inf, partial.num_neg_inf)
-    if n > MAX_INTEGER or max(bad) > MAX_INTEGER:
-        return "an observation of more values than can be"
-    if n == 0:
-        if total != 0:
-            return f"a sum of {total} over no value"
-        return [0.0, 0.0, *NOT_A_RATIO, 0, None, None, None, None, *bad, None]
-    if not (partial.HasField("min") and partial.HasField("max") and partial.HasField("last")):
-        return "min, max and last are needed where n > 0"
-    low, high, last = partial.min, partial.max, partial.last
-    if not (math.isfinite(total) and -math.inf < low and high < math.inf and last == last):
-        return "sum, min, max and last must be finite; NaN and infinities are counted apart"
-    if not low <= last <= high or not now_s - MAX_AGE_S <= last_s <= now_s:
-        return "min <= last <= max and last_s <= now_s must hold"
-    encoded = None
-    if low != high:
-        buckets = partial.histogram
-        # Slices are lists: adding up the messages' own containers takes twice as long.
-        positive, negative = buckets.positive_counts[:], buckets.negative_counts[:]
-        held = sum(positive) + sum(negative) + sum(buckets.zeros)
-        if held != n:
-            return f"the histogram holds {held} values, n says {n}"
-        if len(buckets.positive_buckets) != len(positive) or len(buckets.negative_buckets) != len(
-            negative
-        ):
-            return "the histogram's buckets and counts must go in pairs"
-        encoded = buckets.SerializeToString()
-    return [total, 0.0, *NOT_A_RATIO, n, low, high, last, last_s, *bad, encoded]

@@ -16,7 +16,7 @@ from headrace.v1 import metrics_pb2 as wire
 from services.aggregator.batch import Batch, decode
 from services.aggregator.ingest import Ingest, Receipt
 
-DELTAS_AT_ONCE = 20_000
+PARTIALS_AT_ONCE = 20_000
 """About how many one transaction takes."""
 
 Outcome = Receipt | Exception
@@ -61,10 +61,10 @@ class GroupCommit:
             self._writing = None
 
     async def _write_some(self) -> None:
-        group, num_deltas = [self._waiting[0]], 0
+        group, num_partials = [self._waiting[0]], 0
         for each in self._waiting[1:]:
-            num_deltas += len(group[-1].batch.deltas)
-            if num_deltas >= DELTAS_AT_ONCE:
+            num_partials += group[-1].batch.num_partials
+            if num_partials >= PARTIALS_AT_ONCE:
                 break
             group.append(each)
         del self._waiting[: len(group)]

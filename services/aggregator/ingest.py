@@ -5,12 +5,16 @@ seconds before its batch was sent ended so long before the batch arrived, on the
 clock (with PostgreSQL, the database's).
 """
 
+import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from services.aggregator.batch import Batch, Delta, Rejected
+import numpy as np
+
+from services.aggregator.batch import Batch, Rejected
 from services.aggregator.catalogue import CATALOGUE
 from services.aggregator.metric import (
     CUSTOM_PREFIX,
@@ -22,17 +26,20 @@ from services.aggregator.metric import (
 from services.aggregator.reduce import Instrument
 from services.aggregator.registry import (
     Attempt,
-    Place,
     Run,
     boot_of,
     make_series,
     producer_of,
     source_of,
 )
-from services.aggregator.rows import LAST_AT_S, NOT_A_RATIO, NOT_OBSERVED, StoredRow, add
-from services.aggregator.schema import BUCKET_S
+from services.aggregator.rows import NOT_A_RATIO, NOT_OBSERVED, Row
+from services.aggregator.schema import BUCKET_S, STEP_BLOCK, TIME_BLOCK
 from services.aggregator.store import Store, Writing
-from services.aggregator.transaction import Changed, Transaction
+from services.aggregator.table import Table
+from services.aggregator.transaction import Changed
+
+REFUSED = -1
+"""Instead of the series of a key that has none."""
 
 CUSTOM = CUSTOM_PREFIX + "{name}"
 """What custom keys count as, in the bound on series."""
@@ -103,11 +110,12 @@ class Ingest:
                     _see(writing.transaction.of(run), producer_id, now_s, now_s)
                 seen.duplicates += receipt.duplicate
                 seen.accepted += receipt.accepted
-                seen.rejected.update(each.reason for each in receipt.rejected)
+                for each in receipt.rejected:
+                    seen.rejected[each.reason] += each.number
                 receipts.append(receipt)
-            for name, each in about.items():
-                self._record(writing, writing.run(name, now_s=each.now_s), each)
-            writing.transaction.finish(now_s=max(each.now_s for each in about.values()))
+            for name, found in about.items():
+                self._record(writing, writing.run(name, now_s=found.now_s), found)
+            writing.transaction.finish(now_s=max(found.now_s for found in about.values()))
         return receipts
 
     def _owner(self, writing: Writing, batch: Batch, now_s: float) -> tuple[Run, int, int, int]:
@@ -137,35 +145,51 @@ class Ingest:
         transaction, shift_s = writing.transaction, now_s - batch.now_s
         changed = transaction.of(run)
         rejected = list(batch.rejected)
-        resolved: dict[tuple[str, Instrument], int | Rejected] = {}
-        taken: list[Delta] = []
-        for delta in batch.deltas:
-            key, attempt, step, _, end_s, instrument, row = delta
-            known = run.series.get(key)
-            series_id: int | Rejected
-            if known is not None and known[1] == instrument:
-                series_id = known[0]
-            else:
-                named = (key, instrument)
-                if named not in resolved:
-                    resolved[named] = self._series(writing, run, key, instrument)
-                series_id = resolved[named]
-                if isinstance(series_id, Rejected):
-                    rejected.append(series_id)
-                    continue
-            taken.append(delta)
-            if row[LAST_AT_S] is not None:
-                row[LAST_AT_S] += shift_s
-            place = (series_id, attempt, step, source_id, math.floor((end_s + shift_s) / BUCKET_S))
-            _add(transaction, run, changed, place, row)
-        for attempt, seen in _attempts(taken, shift_s).items():
-            known_seen = changed.attempts.get(attempt)
-            changed.attempts[attempt] = seen if known_seen is None else known_seen.widened(seen)
-        first_s = min((delta.begin_s for delta in taken), default=batch.now_s) + shift_s
+        accepted, first_s = 0, now_s
+        for table in batch.tables:
+            table, series_ids = self._known(writing, run, batch.keys, table, rejected)
+            if not len(table):
+                continue
+            accepted += len(table)
+            first_s = min(first_s, float(table.begin_s.min()) + shift_s)
+            buckets = np.floor((table.end_s + shift_s) / BUCKET_S).astype(np.int64)
+            steps, attempts = table.step.astype(np.int64), table.attempt.astype(np.int64)
+            _place(changed, series_ids, attempts, steps, buckets)
+            _widen(changed, _attempts(table, attempts, steps, shift_s))
+            columns = [each.tolist() for each in (series_ids, attempts, steps, buckets)]
+            sources = itertools.repeat(source_id, len(table))
+            places = zip(*columns[:3], sources, columns[3], strict=True)
+            transaction.add(run, source_id, places, table.rows(shift_s))
         _see(changed, producer_id, first_s, now_s)
         if batch.events:
             transaction.add_events(run, ((e, e.at_s + shift_s) for e in batch.events))
-        return Receipt(accepted=len(taken), duplicate=False, rejected=tuple(rejected))
+        return Receipt(accepted=accepted, duplicate=False, rejected=tuple(rejected))
+
+    def _known(
+        self,
+        writing: Writing,
+        run: Run,
+        keys: Sequence[str],
+        table: Table,
+        rejected: list[Rejected],
+    ) -> tuple[Table, np.ndarray[Any, Any]]:
+        """The partials whose keys have a series, and these series; the others are rejected."""
+        ids = np.full(len(keys), REFUSED, np.int64)
+        used, numbers = np.unique(table.key, return_counts=True)
+        for index, number in zip(used.tolist(), numbers.tolist(), strict=True):
+            key = keys[index]
+            known = run.series.get(key)
+            if known is not None and known[1] == table.instrument:
+                ids[index] = known[0]
+                continue
+            found = self._series(writing, run, key, table.instrument)
+            if isinstance(found, Rejected):
+                rejected.append(replace(found, number=number))
+            else:
+                ids[index] = found
+        series_ids = ids[table.key]
+        keep = series_ids != REFUSED
+        return table.kept(keep), series_ids[keep]
 
     def _series(
         self, writing: Writing, run: Run, key: str, instrument: Instrument
@@ -216,26 +240,30 @@ class Ingest:
             series_id = self._series(writing, run, key, instrument)
             assert not isinstance(series_id, Rejected), series_id
             place = (series_id, attempt, step, source_id, bucket)
-            _add(writing.transaction, run, changed, place, row)
-        seen = Attempt(step, step, now_s, now_s)
-        known = changed.attempts.get(attempt)
-        changed.attempts[attempt] = seen if known is None else known.widened(seen)
+            _place(changed, *(np.array([each]) for each in (series_id, attempt, step, bucket)))
+            writing.transaction.add(run, source_id, [place], [row])
+        _widen(changed, {attempt: Attempt(step, step, now_s, now_s)})
         _see(changed, producer_id, now_s, now_s)
 
 
-def _add(
-    transaction: Transaction, run: Run, changed: Changed, place: Place, row: StoredRow
+def _place(
+    changed: Changed,
+    series_ids: np.ndarray[Any, Any],
+    attempts: np.ndarray[Any, Any],
+    steps: np.ndarray[Any, Any],
+    buckets: np.ndarray[Any, Any],
 ) -> None:
-    """Add to the row of a place. Whoever calls has seen that the instruments are the same."""
-    held = changed.rows.get(place)
-    if held is None:
-        series_id, attempt, step, _, bucket = place
-        changed.touched[attempt, step, bucket].add(series_id)
-        held = transaction.row(run, place)
-        changed.rows[place] = row if held is None else held
-        if held is None:
-            return
-    add(held, row)
+    """Note what rows touch, one of each array's elements a row."""
+    series, lanes = series_ids.tolist(), attempts.tolist()
+    changed.blocks.update(zip(series, lanes, (steps // STEP_BLOCK).tolist(), strict=True))
+    changed.times.update(zip(series, (buckets // TIME_BLOCK).tolist(), strict=True))
+    changed.moments.update(zip(lanes, buckets.tolist(), steps.tolist(), strict=True))
+
+
+def _widen(changed: Changed, seen: Mapping[int, Attempt]) -> None:
+    for attempt, each in seen.items():
+        known = changed.attempts.get(attempt)
+        changed.attempts[attempt] = each if known is None else known.widened(each)
 
 
 def _see(changed: Changed, producer_id: int, first_s: float, last_s: float) -> None:
@@ -261,23 +289,23 @@ def _wrong_instrument(key: str, *, declared: Instrument, sent: Instrument) -> Re
     return Rejected(key, "wrong_instrument", f"declared as {declared}, sent as {sent}")
 
 
-def _attempts(deltas: Iterable[Delta], shift_s: float) -> dict[int, Attempt]:
-    """By attempt, the steps and times of some deltas."""
-    by_attempt: defaultdict[int, list[Delta]] = defaultdict(list)
-    for delta in deltas:
-        by_attempt[delta[1]].append(delta)
-    return {
-        attempt: Attempt(
-            first_step=min(delta[2] for delta in found),
-            last_step=max(delta[2] for delta in found),
-            first_s=min(delta[3] for delta in found) + shift_s,
-            last_s=max(delta[4] for delta in found) + shift_s,
+def _attempts(
+    table: Table, attempts: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], shift_s: float
+) -> dict[int, Attempt]:
+    """By attempt, the steps and times of some partials."""
+    seen = {}
+    for attempt in np.unique(attempts).tolist():
+        own = attempts == attempt
+        seen[attempt] = Attempt(
+            first_step=int(steps[own].min()),
+            last_step=int(steps[own].max()),
+            first_s=float(table.begin_s[own].min()) + shift_s,
+            last_s=float(table.end_s[own].max()) + shift_s,
         )
-        for attempt, found in by_attempt.items()
-    }
+    return seen
 
 
-def _own(run: Run, about: _About) -> Iterable[tuple[str, Instrument, StoredRow]]:
+def _own(run: Run, about: _About) -> Iterable[tuple[str, Instrument, Row]]:
     """What the aggregator measures of batches."""
     gaps = float(sum(run.missing.values()))
     observed = [1, gaps, gaps, gaps, about.now_s, 0, 0, 0, None]

@@ -1,4 +1,5 @@
-"""What the aggregator does between batches: roll-ups, rows of deleted runs, old change lists.
+"""What the aggregator does between batches: roll-ups, rows of deleted runs, old change lists; and,
+beside them, checkpoints.
 
 waits_for: nothing. unblocked_by: time. Each piece of work is short: batches wait for it.
 """
@@ -28,6 +29,8 @@ ROLLING_S = 0.03
 
 PRUNE_EVERY_S = 60.0
 
+CHECKPOINT_EVERY_S = 5.0
+
 
 class Maintenance:
     """The work itself. Calls come from the writer's thread."""
@@ -46,6 +49,17 @@ class Maintenance:
                     prune(connection, now_s=time.time())
         more = self._roller.roll(budget_s=ROLLING_S)
         return self._store.clean_up() or more
+
+
+async def keep_checkpointing(store: Store) -> None:
+    """Copy SQLite's log into the database for ever, in a thread that batches do not wait for."""
+    while True:
+        await asyncio.sleep(CHECKPOINT_EVERY_S)
+        try:
+            await asyncio.to_thread(store.checkpoint)
+        except SQLAlchemyError as error:
+            cause = getattr(error, "orig", None) or error
+            structlog.get_logger().error("a checkpoint waits for the store", cause=str(cause))
 
 
 async def keep_working(

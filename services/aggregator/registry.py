@@ -14,11 +14,8 @@ from sqlalchemy import Connection, func, select
 
 from services.aggregator import schema
 from services.aggregator.reduce import Instrument
-from services.aggregator.rows import StoredRow
+from services.aggregator.rows import Row
 from services.aggregator.statements import insert_new
-
-ROWS_KEPT = 50_000
-"""Rows of a generation; two are kept."""
 
 Place = tuple[int, int, int, int, int]
 """The primary key of a fine row: (series, attempt, step, source, bucket)."""
@@ -49,27 +46,6 @@ class Attempt:
         )
 
 
-class Rows:
-    """The rows that were written last, by place: two generations, the older of which is dropped."""
-
-    def __init__(self) -> None:
-        self._young: dict[Place, StoredRow] = {}
-        self._old: dict[Place, StoredRow] = {}
-
-    def get(self, place: Place) -> StoredRow | None:
-        """The row as it was written; None when it is not remembered."""
-        found = self._young.get(place)
-        if found is None:
-            found = self._old.get(place)
-        return found
-
-    def update(self, rows: dict[Place, StoredRow]) -> None:
-        """Remember rows."""
-        self._young.update(rows)
-        if len(self._young) > ROWS_KEPT:
-            self._old, self._young = self._young, {}
-
-
 @dataclass(slots=True)
 class Run:
     """One run, as one writer knows it."""
@@ -87,9 +63,10 @@ class Run:
     series: dict[str, tuple[int, Instrument]] = field(default_factory=dict)
     declared: Counter[str] = field(default_factory=Counter)
     """How many series each declaration of the catalogue has; bounds placeholders."""
-    rows: Rows = field(default_factory=Rows)
-    heads: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
-    """By (series, source), the highest (attempt, step, bucket): what is above it has no row yet."""
+    newest: dict[int, dict[int, tuple[Place, Row]]] = field(default_factory=dict)
+    """By source and series, the highest place that was written, with its row: what is above it has
+    no row yet, and what is added there needs no reading.
+    """
     stale: set[Block] = field(default_factory=set)
     """Blocks that are known to be listed as stale."""
     marked: set[Lane] = field(default_factory=set)

@@ -24,6 +24,9 @@ from services.aggregator.store import Store
 BLOCKS_AT_ONCE = 32
 """Of one transaction: batches wait for it."""
 
+ROLLED = (*COLUMN_NAMES, "low", "high")
+"""The columns of a roll-up beside its primary key."""
+
 ENVELOPE: dict[Instrument, Reduction] = {"count": "sum", "observation": "mean", "ratio": "ratio"}
 """The reduction whose extremes are kept."""
 
@@ -97,14 +100,14 @@ def roll_up(connection: Connection, blocks: Sequence[Block]) -> None:
             )
         for level in (each for each in levels if each > size):
             parents[level].add((series_id, lane, begin // level))
-    replace(connection, schema.rollups, sorted(rows))
+    replace(connection, schema.rollups, sorted(rows), names=ROLLED)
     for level in sorted(parents):
         made = [
             (series_id, lane, level, *rest)
             for series_id, lane, number in sorted(parents[level])
             for rest in _of_level(connection, series_id, lane, level, number, series[series_id][1])
         ]
-        replace(connection, schema.rollups, made)
+        replace(connection, schema.rollups, made, names=ROLLED)
     table = schema.stale
     names = tuple_(table.c.series_id, table.c.lane, table.c.block)
     connection.execute(delete(table).where(names.in_(blocks)))

@@ -1,19 +1,21 @@
 """Partials as rows of the tables: added up where they are written, pooled where they are read.
 
-A row has the order of COLUMN_NAMES. What a writer adds to is a list (add()); what a query reads are
-tuples, pooled into the partials of reduce.py (pool()). A histogram is the wire's encoded message:
-two of them, one behind the other, are the histogram of both.
+A row has the order of COLUMN_NAMES. A writer adds one to another (added()); a query pools those
+that it reads into the partials of reduce.py (pool()). A histogram is an array of BUCKET, in which a
+bucket may come several times: two of them, one behind the other, are the histogram of both.
 """
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from headrace.v1 import metrics_pb2 as wire
+import numpy as np
 
 from services.aggregator import reduce, schema
 from services.aggregator.histogram import Histogram
 from services.aggregator.reduce import Instrument, Sum
+from services.common.columns import ZERO_BUCKET
 from services.common.partials import bucket_of
 
 COLUMN_NAMES = tuple(c.name for c in schema.partials.columns if not c.primary_key)
@@ -31,25 +33,27 @@ NOT_A_RATIO = (None, None)
 NOT_OBSERVED = (None,) * 9
 """Columns that other instruments leave empty."""
 
-StoredRow = list[Any]
-"""A row that can be added to."""
+BUCKET = np.dtype([("bucket", "<i4"), ("count", "<u8")])
+"""A bucket of a histogram, by its number on the wire (metrics.proto), and its number of values."""
 
 COMPACT_BYTES = 2048
 """A histogram that has grown beyond this is made anew, with each bucket once."""
 
 
-def add(mine: StoredRow, other: StoredRow) -> None:
-    """Add a row to another of the same instrument. Commutative and associative: exactly for
+def added(row: Row, other: Row) -> list[Any]:
+    """The row of both, which are of the same instrument. Commutative and associative: exactly for
     integers, to 1e-12 relative for sums, which are kept in two doubles.
     """
+    mine = list(row)
     _add_sum(mine, other, SUM_HIGH)
     if mine[DENOMINATOR_HIGH] is not None:
         _add_sum(mine, other, DENOMINATOR_HIGH)
     elif mine[N] is not None:
         _add_observation(mine, other)
+    return mine
 
 
-def _add_sum(mine: StoredRow, other: StoredRow, column: int) -> None:
+def _add_sum(mine: list[Any], other: Row, column: int) -> None:
     """Knuth's two-sum; what an overflowing sum has rounded away is nothing."""
     high, more = mine[column], other[column]
     total = high + more
@@ -59,7 +63,7 @@ def _add_sum(mine: StoredRow, other: StoredRow, column: int) -> None:
     mine[column + 1] = low if low - low == 0.0 else 0.0
 
 
-def _add_observation(mine: StoredRow, other: StoredRow) -> None:
+def _add_observation(mine: list[Any], other: Row) -> None:
     for column in (NUM_NAN, NUM_POS_INF, NUM_NEG_INF):
         mine[column] += other[column]
     if not other[N]:
@@ -82,17 +86,11 @@ def _add_observation(mine: StoredRow, other: StoredRow) -> None:
 def _of_equal(row: Row) -> bytes:
     """The histogram of a row of equal values: stored without one, since it follows."""
     value, n = row[MINIMUM], row[N]
-    message = wire.Histogram()
-    if value == 0:
-        message.zeros.append(n)
-    elif value > 0:
-        message.positive_buckets.append(bucket_of(value))
-        message.positive_counts.append(n)
-    else:
-        message.negative_buckets.append(bucket_of(value))
-        message.negative_counts.append(n)
-    encoded: bytes = message.SerializeToString()
-    return encoded
+    bucket = ZERO_BUCKET if value == 0 else 2 * bucket_of(value) + (value < 0)
+    return _ONE.pack(bucket, n)
+
+
+_ONE = struct.Struct("<iQ")
 
 
 def _compact(histogram: bytes) -> bytes:
@@ -100,30 +98,25 @@ def _compact(histogram: bytes) -> bytes:
 
 
 def _encode(histogram: Histogram) -> bytes:
-    encoded: bytes = wire.Histogram(
-        positive_buckets=histogram.positive.keys(),
-        positive_counts=histogram.positive.values(),
-        negative_buckets=histogram.negative.keys(),
-        negative_counts=histogram.negative.values(),
-        zeros=[histogram.zeros] if histogram.zeros else [],
-    ).SerializeToString()
-    return encoded
+    found = {2 * index: n for index, n in histogram.positive.items()}
+    found.update((2 * index + 1, n) for index, n in histogram.negative.items())
+    if histogram.zeros:
+        found[ZERO_BUCKET] = histogram.zeros
+    return np.array(list(found.items()), BUCKET).tobytes()
 
 
 def _decode(encoded: Iterable[bytes]) -> Histogram:
-    found = wire.Histogram.FromString(b"".join(encoded))
-    return Histogram(
-        _counts(found.positive_buckets, found.positive_counts),
-        _counts(found.negative_buckets, found.negative_counts),
-        sum(found.zeros),
-    )
-
-
-def _counts(buckets: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for bucket, n in zip(buckets[:], counts[:], strict=True):
-        found[bucket] = found.get(bucket, 0) + n
-    return found
+    found = np.frombuffer(b"".join(encoded), BUCKET)
+    positive: dict[int, int] = {}
+    negative: dict[int, int] = {}
+    zeros = 0
+    for bucket, n in zip(found["bucket"].tolist(), found["count"].tolist(), strict=True):
+        if bucket == ZERO_BUCKET:
+            zeros += n
+        else:
+            buckets = negative if bucket & 1 else positive
+            buckets[bucket >> 1] = buckets.get(bucket >> 1, 0) + n
+    return Histogram(positive, negative, zeros)
 
 
 def to_row(partial: reduce.Partial) -> tuple[Any, ...]:

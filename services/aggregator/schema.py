@@ -60,6 +60,11 @@ SQLITE_PAGE_BYTES = 2048
 SQLITE_CACHE_KIB = 65_536
 """Pages kept in memory by each connection."""
 
+SQLITE_LOG_PAGES = 65_536
+"""Pages in the write-ahead log (128 MiB) from which a commit copies them itself; long before, the
+maintenance does, beside the writer.
+"""
+
 WRITER = {"headrace_writer": True}
 """Execution options of the one connection that writes."""
 
@@ -300,6 +305,7 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
         "journal_mode = WAL",
         "synchronous = FULL",
         f"cache_size = -{SQLITE_CACHE_KIB}",
+        f"wal_autocheckpoint = {SQLITE_LOG_PAGES}",
     ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()

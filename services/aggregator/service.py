@@ -158,7 +158,8 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
         working = asyncio.create_task(
             maintenance.keep_working(store, write=backend.write), name="maintenance"
         )
-        stack.push_async_callback(lifecycle.cancel, sweeping, working)
+        copying = asyncio.create_task(maintenance.keep_checkpointing(store), name="checkpoints")
+        stack.push_async_callback(lifecycle.cancel, sweeping, working, copying)
         ingest = Ingest(store, catalogue=catalogue, producer=state.producer)
         servicer = Metrics(GroupCommit(ingest, write=backend.write), backend.intake)
         served = await grpc_kit.serve(
@@ -190,7 +191,7 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
             if http.done():
                 http.result()
                 raise RuntimeError("the HTTP server ended by itself")
-            for task in (sweeping, working):
+            for task in (sweeping, working, copying):
                 if task.done():
                     task.result()
             await state.set_ready(await _writable(backend))

@@ -48,15 +48,18 @@ def widen(
     )
 
 
-def replace(connection: Connection, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-    """Insert whole rows, or put them in the place of those that are there.
+def replace(
+    connection: Connection, table: Table, rows: Sequence[Sequence[Any]], *, names: Sequence[str]
+) -> None:
+    """Insert rows of the primary key and the columns `names`, or put these in the place of those
+    that are there.
 
     Many rows a statement, and the driver's own execute: SQLAlchemy's handling of each value costs
     more than the insert, and the driver gives the interpreter to other threads once a statement.
     """
     start = 0
     for size in ROWS_AT_ONCE:
-        sql = _replace(table, size, connection.dialect.paramstyle)
+        sql = _replace(table, tuple(names), size, connection.dialect.paramstyle)
         while len(rows) - start >= size:
             chunk = rows[start : start + size]
             connection.exec_driver_sql(sql, tuple(itertools.chain.from_iterable(chunk)))
@@ -64,16 +67,17 @@ def replace(connection: Connection, table: Table, rows: Sequence[Sequence[Any]])
 
 
 @cache
-def _replace(table: Table, num_rows: int, paramstyle: str) -> str:
+def _replace(table: Table, names: tuple[str, ...], num_rows: int, paramstyle: str) -> str:
     placeholder = "?" if paramstyle == "qmark" else "%s"
-    names = [f'"{column.name}"' for column in table.columns]
     keys = [f'"{column.name}"' for column in table.primary_key.columns]
-    changed = ", ".join(f"{name} = excluded.{name}" for name in names if name not in keys)
-    row = f"({', '.join([placeholder] * len(names))})"
+    others = [f'"{name}"' for name in names]
+    columns = [*keys, *others]
+    row = f"({', '.join([placeholder] * len(columns))})"
     return (
-        f"INSERT INTO {table.name} ({', '.join(names)}) "
+        f"INSERT INTO {table.name} ({', '.join(columns)}) "
         f"VALUES {', '.join([row] * num_rows)} "
-        f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {changed}"
+        f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET "
+        + ", ".join(f"{name} = excluded.{name}" for name in others)
     )
 
 

@@ -236,6 +236,15 @@ class Store:
             connection.execute(delete(runs).where(runs.c.id == run_id))
             return True
 
+    def checkpoint(self) -> None:
+        """Copy SQLite's write-ahead log into the database, beside the writer: it need not wait.
+        PostgreSQL does so by itself.
+        """
+        if self.engine.dialect.name == "sqlite":
+            with self.engine.connect() as connection:
+                driver: Any = connection.connection.driver_connection
+                driver.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
     def clean_up(self) -> bool:
         """Delete some rows of a run that was deleted; True when there may be more."""
         doomed, partials = schema.doomed, schema.partials

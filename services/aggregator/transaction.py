@@ -18,15 +18,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from services.aggregator import schema
 from services.aggregator.batch import GroupEvent
 from services.aggregator.registry import Attempt, Block, Place, Run
-from services.aggregator.rows import COLUMN_NAMES, StoredRow
+from services.aggregator.rows import COLUMN_NAMES, DENOMINATOR_HIGH, N, Row, added
 from services.aggregator.statements import insert_new, replace, widen
 
 CLOCK_KEPT = 10_000
 """Entries of a run's clock that are remembered."""
-
-
-Moment = tuple[int, int, int]
-"""(attempt, step, bucket)."""
 
 
 class RunGone(SQLAlchemyError):
@@ -35,11 +31,15 @@ class RunGone(SQLAlchemyError):
 
 @dataclass(slots=True)
 class Changed:
-    """What a transaction has written of one run."""
+    """What a transaction writes of one run."""
 
-    rows: dict[Place, StoredRow] = field(default_factory=dict)
-    touched: defaultdict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """The series of the rows, by (attempt, step, bucket)."""
+    rows: dict[Place, Row] = field(default_factory=dict)
+    blocks: set[Block] = field(default_factory=set)
+    """(series, attempt, block of steps) of these rows."""
+    times: set[tuple[int, int]] = field(default_factory=set)
+    """(series, block of buckets)."""
+    moments: set[tuple[int, int, int]] = field(default_factory=set)
+    """(attempt, bucket, step)."""
     attempts: dict[int, Attempt] = field(default_factory=dict)
     producers: dict[int, tuple[float, float]] = field(default_factory=dict)
     """First and last time that each was seen."""
@@ -109,26 +109,34 @@ class Transaction:
         """What has been written of a run so far, to add to."""
         return self._changed.setdefault(run.name, (run, Changed()))[1]
 
-    def row(self, run: Run, place: Place) -> StoredRow | None:
-        """The row of a place, to add to; None when there is none yet."""
-        held = run.rows.get(place)
-        if held is not None:
-            return held
-        series_id, attempt, step, source_id, bucket = place
-        head = run.heads.get((series_id, source_id))
-        if head is None or (attempt, step, bucket) > head:
-            return None
+    def add(self, run: Run, source_id: int, places: Iterable[Place], rows: Iterable[Row]) -> None:
+        """Add rows, each to that of its place; all of a series are of its instrument."""
+        written = self.of(run).rows
+        newest = run.newest.setdefault(source_id, {})
+        for place, row in zip(places, rows, strict=True):
+            known = newest.get(place[0])
+            if known is not None:
+                if known[0] == place:
+                    row = added(known[1], row)
+                elif place < known[0]:
+                    held = written.get(place) or self._stored(place)
+                    written[place] = row if held is None else added(held, row)
+                    continue
+            newest[place[0]] = (place, row)
+            written[place] = row
+
+    def _stored(self, place: Place) -> Row | None:
+        """The row of a place that is not the newest of its source."""
         table = schema.partials
         found = self._connection.execute(
             select(*(table.c[name] for name in COLUMN_NAMES)).where(
-                table.c.series_id == series_id,
-                table.c.attempt == attempt,
-                table.c.step == step,
-                table.c.source_id == source_id,
-                table.c.bucket == bucket,
+                *(
+                    column == value
+                    for column, value in zip(table.primary_key.columns, place, strict=True)
+                )
             )
         ).first()
-        return None if found is None else list(found)
+        return None if found is None else tuple(found)
 
     def add_events(self, run: Run, events: Iterable[tuple[GroupEvent, float]]) -> None:
         """Keep group events with their time on this clock; the first of a (group, state) stays."""
@@ -154,8 +162,8 @@ class Transaction:
         changed = [self._changed[name] for name in sorted(self._changed)]
         blocks = {}
         for run, each in changed:
-            self._write_rows(run, each.rows)
-            blocks[run.id] = _blocks(each.touched)
+            self._write_rows(each.rows)
+            blocks[run.id] = _blocks(each.blocks)
         self._mark_stale(changed)
         self._write_clock(changed)
         for run, each in changed:
@@ -170,31 +178,31 @@ class Transaction:
         if rows:
             self._connection.execute(insert(schema.changes), rows)
 
-    def _write_rows(self, run: Run, rows: dict[Place, StoredRow]) -> None:
-        replace(
-            self._connection,
-            schema.partials,
-            [(*place, *rows[place]) for place in sorted(rows)],
+    def _write_rows(self, rows: dict[Place, Row]) -> None:
+        counts, ratios, observations = [], [], []
+        for place, row in sorted(rows.items()):
+            if row[N] is not None:
+                observations.append((*place, *row[:DENOMINATOR_HIGH], *row[N:]))
+            elif row[DENOMINATOR_HIGH] is not None:
+                ratios.append((*place, *row[:N]))
+            else:
+                counts.append((*place, *row[:DENOMINATOR_HIGH]))
+        table = schema.partials
+        sums, denominators, observed = (
+            COLUMN_NAMES[:DENOMINATOR_HIGH],
+            COLUMN_NAMES[DENOMINATOR_HIGH:N],
+            COLUMN_NAMES[N:],
         )
-        run.rows.update(rows)
-        heads = run.heads
-        for series_id, attempt, step, source_id, bucket in rows:
-            key, position = (series_id, source_id), (attempt, step, bucket)
-            head = heads.get(key)
-            if head is None or position > head:
-                heads[key] = position
+        # Without the columns that an instrument leaves empty: there are many rows.
+        replace(self._connection, table, counts, names=sums)
+        replace(self._connection, table, ratios, names=(*sums, *denominators))
+        replace(self._connection, table, observations, names=(*sums, *observed))
 
     def _mark_stale(self, changed: Sequence[tuple[Run, Changed]]) -> None:
         new: list[Block] = []
         for run, each in changed:
-            series: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
-            for (attempt, step, bucket), touched in each.touched.items():
-                series[attempt, step // schema.STEP_BLOCK] |= touched
-                series[schema.TIME_LANE, bucket // schema.TIME_BLOCK] |= touched
-            marks = {
-                (series_id, lane, block)
-                for (lane, block), touched in series.items()
-                for series_id in touched
+            marks = each.blocks | {
+                (series, schema.TIME_LANE, block) for series, block in each.times
             }
             unmarked = marks - run.stale
             run.stale |= unmarked
@@ -213,7 +221,7 @@ class Transaction:
         rows = []
         for run, each in changed:
             seen: dict[tuple[int, int], tuple[int, int]] = {}
-            for attempt, step, bucket in each.touched:
+            for attempt, bucket, step in each.moments:
                 key = (attempt, bucket)
                 first, last = seen.get(key, (step, step))
                 seen[key] = (step if step < first else first, step if step > last else last)
@@ -305,11 +313,11 @@ def rise(connection: Connection, name: str) -> int:
     return value
 
 
-def _blocks(touched: Mapping[Moment, set[int]]) -> str:
-    """The blocks of steps that were touched, as schema.changes keeps them."""
-    found: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
-    for (attempt, step, _bucket), series in touched.items():
-        found[attempt, step // schema.STEP_BLOCK] |= series
+def _blocks(blocks: Iterable[Block]) -> str:
+    """Blocks of steps as schema.changes keeps them."""
+    found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for series_id, attempt, block in blocks:
+        found[attempt, block].append(series_id)
     return json.dumps([[*block, sorted(series)] for block, series in sorted(found.items())])
 
 

@@ -7,8 +7,6 @@ compensated), so that the order and the split of what was measured do not show.
 import math
 from dataclasses import dataclass, field
 
-from headrace.v1 import metrics_pb2 as wire
-
 LOG_GAMMA = math.log(1.02)
 """Histogram buckets are powers of 1.02: a percentile is at most 1 % off."""
 
@@ -60,10 +58,6 @@ class Count:
         """Add the other's events."""
         self.total.merge(other.total)
 
-    def write(self, delta: wire.Delta) -> None:
-        """Put it on the wire."""
-        delta.count.sum = self.sum
-
 
 @dataclass(slots=True)
 class Ratio:
@@ -86,10 +80,6 @@ class Ratio:
         """Add numerators and denominators."""
         self.over.merge(other.over)
         self.under.merge(other.under)
-
-    def write(self, delta: wire.Delta) -> None:
-        """Put it on the wire."""
-        delta.ratio.numerator, delta.ratio.denominator = self.numerator, self.denominator
 
 
 @dataclass(slots=True)
@@ -158,24 +148,6 @@ class Observation:
         self.num_nan += other.num_nan
         self.num_pos_inf += other.num_pos_inf
         self.num_neg_inf += other.num_neg_inf
-
-    def write(self, delta: wire.Delta) -> None:
-        """Put it on the wire."""
-        target = delta.observation
-        target.n, target.sum = self.n, self.sum
-        if self.n:
-            target.min, target.max = self.min, self.max
-            target.last, target.last_s = self.last, self.last_s
-        if self.min != self.max and self.n:
-            buckets = target.histogram
-            buckets.positive_buckets.extend(self.positive)
-            buckets.positive_counts.extend(self.positive.values())
-            buckets.negative_buckets.extend(self.negative)
-            buckets.negative_counts.extend(self.negative.values())
-            if self.zeros:
-                buckets.zeros.append(self.zeros)
-        target.num_nan = self.num_nan
-        target.num_pos_inf, target.num_neg_inf = self.num_pos_inf, self.num_neg_inf
 
 
 Partial = Count | Ratio | Observation

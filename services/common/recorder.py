@@ -25,6 +25,7 @@ import structlog
 from headrace.v1 import metrics_pb2 as wire
 from headrace.v1 import metrics_pb2_grpc
 
+from services.common import columns
 from services.common.config import Recorder as Settings
 from services.common.partials import Count, Observation, Partial, Ratio
 
@@ -44,6 +45,9 @@ HOPELESS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 REFUSED, MERGED, DROPPED = (f"recorder/{what}_total" for what in ("refused", "merged", "dropped"))
 """The recorder's own counts, in calls and partials; these partials are never dropped."""
+
+STEPS_END = 2**63
+"""Steps and attempts are below it."""
 
 SeriesKey = tuple[str, int, int]
 """(key, attempt, step)."""
@@ -356,16 +360,13 @@ class Recorder:
             sequence=batch.sequence,
             events=batch.events,
         )
+        items = []
         for (key, attempt, step), item in batch.partials.items():
-            try:
-                delta = wire.Delta(
-                    key=key, attempt=attempt, step=step, begin_s=item.begin_s, end_s=item.end_s
-                )
-            except (TypeError, ValueError) as error:  # a step below 0, a key that is no text
-                self._refuse(key, f"attempt {attempt}, step {step}: {error}")
+            if not (_is_text(key) and _is_number(attempt) and _is_number(step)):
+                self._refuse(key, f"attempt {attempt}, step {step}: no place for a partial")
                 continue
-            item.partial.write(delta)
-            request.deltas.append(delta)
+            items.append(columns.Item(key, attempt, step, item.begin_s, item.end_s, item.partial))
+        columns.write(request, items)
         return request
 
     def _troubled(self, code: str | None, why: str | None) -> None:
@@ -377,3 +378,16 @@ class Recorder:
             structlog.get_logger().info("metrics reach the aggregator again")
         else:
             structlog.get_logger().warning("metrics wait for the aggregator", code=code, why=why)
+
+
+def _is_text(key: object) -> bool:
+    """Whether it can be sent as a key."""
+    try:
+        return isinstance(key, str) and bool(key.encode())
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+
+
+def _is_number(value: object) -> bool:
+    """Whether it can be sent as an attempt or a step."""
+    return isinstance(value, (int, np.integer)) and 0 <= value < STEPS_END

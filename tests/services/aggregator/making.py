@@ -2,40 +2,107 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
+import numpy as np
 from headrace.v1 import metrics_pb2 as wire
 
-from services.aggregator.batch import decode
+from services.aggregator.batch import Batch, decode
 from services.aggregator.ingest import Ingest, Receipt
-from services.common.partials import Count, Observation, Ratio
+from services.aggregator.reduce import Instrument
+from services.aggregator.rows import Row
+from services.common.columns import DOUBLE, INT32, UINT32, UINT64, Item, write
+from services.common.partials import Count, Observation, Partial, Ratio
 
 NOW_S = 1_800_000_000.0
 """The aggregator's clock in these tests, on a 10 s boundary."""
 
-Build = Callable[[wire.Delta], None]
+Build = Partial
 
 
 def count(value: float) -> Build:
     partial = Count()
     partial.total.add(value)
-    return partial.write
+    return partial
 
 
 def ratio(numerator: float, denominator: float) -> Build:
     partial = Ratio()
     partial.over.add(numerator)
     partial.under.add(denominator)
-    return partial.write
+    return partial
 
 
-def observed(values: Iterable[float], *, at_s: float = 0.0) -> Build:
-    """As the recorder sends it; `at_s` is the producer's time of the last value."""
+def observed(values: Iterable[float], *, at_s: float | None = None) -> Build:
+    """As the recorder sends it; `at_s` is the producer's time of the last value, else the end."""
     partial = Observation()
     for value in values:
-        partial.add(value, at_s)
-    return partial.write
+        partial.add(value, math.nan if at_s is None else at_s)
+    return partial
+
+
+def placed(
+    deltas: Iterable[tuple[str, Build]],
+    *,
+    step: int = 0,
+    attempt: int = 1,
+    age_s: float = 0.0,
+    duration_s: float = 1.0,
+) -> list[Item]:
+    """Partials that lasted `duration_s` and ended `age_s` before 1,000 s."""
+    end_s = 1000.0 - age_s
+    items = []
+    for key, partial in deltas:
+        if isinstance(partial, Observation) and math.isnan(partial.last_s):
+            partial.last_s = end_s
+        items.append(Item(key, attempt, step, end_s - duration_s, end_s, partial))
+    return items
+
+
+def change(request: wire.PushDeltasRequest, column: str, *values: float) -> None:
+    """Put other values into a column: `change(request, "observations.n", 7)`; names of places
+    alone ("step") are of the instrument that there is.
+    """
+    instrument, _, name = column.rpartition(".")
+    sent = instrument or next(
+        n for n in ("counts", "ratios", "observations") if request.HasField(n)
+    )
+    columns = getattr(request, sent)
+    target = columns if instrument else columns.places
+    dtype = {"key": UINT32, "num_buckets": UINT32, "buckets": INT32}.get(name, DOUBLE)
+    if name in ("attempt", "step", "n", "num_nan", "num_pos_inf", "num_neg_inf", "bucket_counts"):
+        dtype = UINT64
+    setattr(target, name, np.array(values, dtype).tobytes())
+
+
+class Delta(NamedTuple):
+    """One partial of a batch, with what is said of it."""
+
+    key: str
+    attempt: int
+    step: int
+    begin_s: float
+    end_s: float
+    instrument: Instrument
+    row: Row
+
+
+def deltas(batch: Batch) -> list[Delta]:
+    """The partials of a batch, one by one."""
+    return [
+        Delta(batch.keys[key], attempt, step, begin_s, end_s, table.instrument, row)
+        for table in batch.tables
+        for key, attempt, step, begin_s, end_s, row in zip(
+            table.key.tolist(),
+            table.attempt.tolist(),
+            table.step.tolist(),
+            table.begin_s.tolist(),
+            table.end_s.tolist(),
+            table.rows(0.0),
+            strict=True,
+        )
+    ]
 
 
 class Producer:
@@ -64,20 +131,24 @@ class Producer:
         sequence: int | None = None,
     ) -> wire.PushDeltasRequest:
         """A batch whose deltas lasted `duration_s` and ended `age_s` before it is sent."""
+        items = placed(deltas, step=step, attempt=attempt, age_s=age_s, duration_s=duration_s)
+        return self.batch(items, events=events, sequence=sequence)
+
+    def batch(
+        self,
+        items: Iterable[Item],
+        *,
+        events: Iterable[wire.GroupEvent] = (),
+        sequence: int | None = None,
+    ) -> wire.PushDeltasRequest:
+        """A batch of any items, such as those of several steps."""
         request = wire.PushDeltasRequest(
             **self._named,
             sequence=next(self._sequences) if sequence is None else sequence,
             now_s=1000.0,
             events=events,
         )
-        end_s = 1000.0 - age_s
-        for key, build in deltas:
-            delta = request.deltas.add(
-                key=key, attempt=attempt, step=step, begin_s=end_s - duration_s, end_s=end_s
-            )
-            build(delta)
-            if delta.HasField("observation"):
-                delta.observation.last_s = end_s
+        write(request, items)
         return request
 
     def send(

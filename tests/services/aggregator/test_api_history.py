@@ -11,7 +11,16 @@ import pytest
 from services.aggregator.batch import decode
 from services.aggregator.ingest import Ingest
 from tests.services.aggregator.asking import problem, strict
-from tests.services.aggregator.making import INF, NAN, NOW_S, Producer, count, observed, ratio
+from tests.services.aggregator.making import (
+    INF,
+    NAN,
+    NOW_S,
+    Producer,
+    count,
+    observed,
+    placed,
+    ratio,
+)
 
 HISTORY = "/api/v1/runs/demo/metrics"
 
@@ -123,10 +132,8 @@ async def test_a_declared_key_that_nothing_recorded_has_no_points(
 
 def send_steps(ingest: Ingest, steps: range, *, key: str = "loss", boot_id: str = "boot-1") -> None:
     """One value a step, that of the step, in one batch."""
-    request = Producer("trainer-0", boot_id=boot_id).request()
-    for step in steps:
-        one = Producer("trainer-0").request([(key, observed([step]))], step=step)
-        request.deltas.extend(one.deltas)
+    items = [item for step in steps for item in placed([(key, observed([step]))], step=step)]
+    request = Producer("trainer-0", boot_id=boot_id).batch(items)
     ingest.take(decode(request), now_s=NOW_S)
 
 

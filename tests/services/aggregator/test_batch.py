@@ -4,7 +4,17 @@ import pytest
 from headrace.v1 import metrics_pb2 as wire
 
 from services.aggregator.batch import BadBatch, decode
-from tests.services.aggregator.making import INF, NAN, Producer, count, event, observed, ratio
+from tests.services.aggregator.making import (
+    INF,
+    NAN,
+    Producer,
+    change,
+    count,
+    deltas,
+    event,
+    observed,
+    ratio,
+)
 
 
 def reasons(request: wire.PushDeltasRequest) -> list[str]:
@@ -34,9 +44,9 @@ def test_one_bad_delta_does_not_take_the_others_along() -> None:
     request = Producer("p").request(
         [("loss", observed([1.0, 2.0])), ("grad_norm", observed([2.0]))]
     )
-    request.deltas[0].observation.n = 7
+    change(request, "observations.n", 7, 1)
     batch = decode(request)
-    assert [delta.key for delta in batch.deltas] == ["grad_norm"]
+    assert [delta.key for delta in deltas(batch)] == ["grad_norm"]
     (rejected,) = batch.rejected
     assert (rejected.key, rejected.reason) == ("loss", "bad_value")
     assert "holds 2 values, n says 7" in rejected.detail
@@ -45,15 +55,15 @@ def test_one_bad_delta_does_not_take_the_others_along() -> None:
 @pytest.mark.parametrize("value", [NAN, INF, -1.0])
 def test_a_count_is_a_finite_number_of_events(value: float) -> None:
     request = Producer("p").request([("ingest/deltas", count(1))])
-    request.deltas[0].count.sum = value
+    change(request, "counts.sum", value)
     assert reasons(request) == ["bad_value"]
 
 
 @pytest.mark.parametrize(("numerator", "denominator"), [(NAN, 1.0), (1.0, INF), (1.0, -2.0)])
 def test_a_ratio_is_of_finite_sums(numerator: float, denominator: float) -> None:
     request = Producer("p").request([("kl", ratio(1, 1))])
-    request.deltas[0].ratio.numerator = numerator
-    request.deltas[0].ratio.denominator = denominator
+    change(request, "ratios.numerator", numerator)
+    change(request, "ratios.denominator", denominator)
     assert reasons(request) == ["bad_value"]
 
 
@@ -63,20 +73,43 @@ def test_a_ratio_is_of_finite_sums(numerator: float, denominator: float) -> None
 )
 def test_an_observation_agrees_with_itself(field: str, value: float) -> None:
     request = Producer("p").request([("loss", observed([1.0, 2.0]))])
-    setattr(request.deltas[0].observation, field, value)
+    change(request, f"observations.{field}", value)
     assert reasons(request) == ["bad_value"]
 
 
 @pytest.mark.parametrize("field", ["min", "max", "last"])
 def test_an_observation_of_values_says_which(field: Literal["min", "max", "last"]) -> None:
     request = Producer("p").request([("loss", observed([1.0]))])
-    request.deltas[0].observation.ClearField(field)
+    change(request, f"observations.{field}", NAN)
     assert reasons(request) == ["bad_value"]
 
 
-def test_a_delta_without_a_partial_is_none() -> None:
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("observations.n", [1, 1]),
+        ("observations.sum", []),
+        ("key", [0, 0]),
+        ("key", [1]),
+        ("observations.num_buckets", [2]),
+        ("observations.bucket_counts", [1]),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused_whole(column: str, values: list[float]) -> None:
     request = Producer("p").request([("loss", observed([1.0]))])
-    request.deltas[0].ClearField("partial")
+    change(request, column, *values)
+    with pytest.raises(BadBatch):
+        decode(request)
+
+
+def test_a_histogram_holds_what_n_says() -> None:
+    request = Producer("p").request([("loss", observed([1.0, 2.0]))])
+    change(request, "observations.bucket_counts", 1, 2)
+    assert reasons(request) == ["bad_value"]
+    request = Producer("p").request([("loss", observed([1.0]))])
+    change(request, "observations.num_buckets", 1)
+    change(request, "observations.buckets", 0)
+    change(request, "observations.bucket_counts", 1)
     assert reasons(request) == ["bad_value"]
 
 
@@ -86,7 +119,8 @@ def test_a_delta_without_a_partial_is_none() -> None:
 )
 def test_a_delta_ended_before_it_was_sent(begin_s: float, end_s: float) -> None:
     request = Producer("p").request([("loss", observed([1.0]))])
-    request.deltas[0].begin_s, request.deltas[0].end_s = begin_s, end_s
+    change(request, "begin_s", begin_s)
+    change(request, "end_s", end_s)
     assert reasons(request) == ["bad_time"]
 
 

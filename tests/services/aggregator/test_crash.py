@@ -24,6 +24,7 @@ import grpc
 import httpx
 import pytest
 
+from services.aggregator.batch import decode
 from services.common import config
 from services.common.recorder import Recorder
 from services.launcher import ports
@@ -92,7 +93,7 @@ class Acknowledged(grpc.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
         if call.exception() is None:
             answer = call.result()
             self.batches += 1
-            self.deltas += len(request.deltas)
+            self.deltas += decode(request).num_partials
             self.duplicates += answer.duplicate
             self.rejected.extend(each.reason for each in answer.rejected)
         return call

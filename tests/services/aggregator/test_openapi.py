@@ -23,6 +23,7 @@ from services.aggregator.api.app import create_app
 from services.aggregator.api.backend import Backend
 from services.aggregator.batch import decode
 from services.aggregator.ingest import Ingest
+from services.common.columns import Item
 from tests.services.aggregator.making import (
     INF,
     NAN,
@@ -31,6 +32,7 @@ from tests.services.aggregator.making import (
     count,
     event,
     observed,
+    placed,
     ratio,
 )
 
@@ -67,9 +69,7 @@ boots = itertools.count()
 
 def fill(ingest: Ingest) -> None:
     """A small run, with values that are absent, NaN and infinite, and with two attempts."""
-    request = Producer("trainer-0", boot_id=f"boot-{next(boots)}").request(
-        events=[event(f"0.{row}.1.0", "trained") for row in range(3)]
-    )
+    items: list[Item] = []
     for step in range(8):
         deltas = [
             ("loss", observed([1.0, NAN, -INF][: 1 + step % 3] if step else [NAN])),
@@ -79,10 +79,9 @@ def fill(ingest: Ingest) -> None:
             ("custom/mine", count(1)),
             ("perf/step_s", observed([0.5])),
         ]
-        one = Producer("trainer-0").request(
-            deltas, step=step, attempt=1 + step // 6, age_s=10.0 * (8 - step)
-        )
-        request.deltas.extend(one.deltas)
+        items += placed(deltas, step=step, attempt=1 + step // 6, age_s=10.0 * (8 - step))
+    events = [event(f"0.{row}.1.0", "trained") for row in range(3)]
+    request = Producer("trainer-0", boot_id=f"boot-{next(boots)}").batch(items, events=events)
     ingest.take(decode(request), now_s=NOW_S)
 
 

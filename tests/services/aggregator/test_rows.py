@@ -1,6 +1,5 @@
 """What is stored is what was sent; adding rows up and pooling them is the same."""
 
-import copy
 import math
 
 import pytest
@@ -13,12 +12,13 @@ from services.aggregator.rows import (
     COMPACT_BYTES,
     HISTOGRAM,
     SCALAR_NAMES,
-    StoredRow,
-    add,
+    Row,
+    added,
     pool,
     to_row,
 )
-from tests.services.aggregator.making import Build, Producer, count, observed, ratio
+from services.common import partials
+from tests.services.aggregator.making import Build, Producer, count, deltas, observed, ratio
 
 numbers = st.floats(-1e9, 1e9)
 any_number = st.floats(allow_nan=True, allow_infinity=True, width=32)
@@ -35,18 +35,18 @@ REDUCTIONS: dict[Instrument, Reduction] = {
 }
 
 
-def row_of(build: Build, at_s: float = 0.0) -> tuple[Instrument, StoredRow]:
+def row_of(build: Build, at_s: float = 0.0) -> tuple[Instrument, Row]:
     """As it comes from a producer."""
-    request = Producer("p").request([("custom/x", build)])
-    if request.deltas[0].HasField("observation"):
-        request.deltas[0].observation.last_s = at_s
-    batch = decode(request)
+    if isinstance(build, partials.Observation):
+        build.last_s = at_s
+    batch = decode(Producer("p").request([("custom/x", build)]))
     assert batch.rejected == ()
-    return batch.deltas[0].instrument, batch.deltas[0].row
+    (delta,) = deltas(batch)
+    return delta.instrument, delta.row
 
 
 @st.composite
-def same_instrument(draw: st.DrawFn) -> tuple[Instrument, list[StoredRow]]:
+def same_instrument(draw: st.DrawFn) -> tuple[Instrument, list[Row]]:
     kinds: tuple[st.SearchStrategy[tuple[Build, float]], ...] = (
         st.tuples(st.builds(count, st.floats(0, 1e9)), st.just(0.0)),
         st.tuples(st.builds(ratio, numbers, st.floats(0.1, 1e9)), st.just(0.0)),
@@ -74,14 +74,14 @@ def exact(partial: Partial) -> object:
 
 @given(same_instrument())
 def test_adding_rows_up_and_pooling_them_is_the_same(
-    found: tuple[Instrument, list[StoredRow]],
+    found: tuple[Instrument, list[Row]],
 ) -> None:
     instrument, rows = found
     for order in (rows, rows[::-1]):
-        added = copy.deepcopy(order[0])
+        total = order[0]
         for row in order[1:]:
-            add(added, row)
-        pooled, expected = pool(instrument, rows), pool(instrument, [added])
+            total = added(total, row)
+        pooled, expected = pool(instrument, rows), pool(instrument, [total])
         assert exact(pooled) == exact(expected)
         value, right = (reduce(each, REDUCTIONS[instrument]) for each in (pooled, expected))
         assert value == (None if right is None else pytest.approx(right, rel=1e-12, abs=1e-12))
@@ -89,7 +89,7 @@ def test_adding_rows_up_and_pooling_them_is_the_same(
 
 
 @given(same_instrument())
-def test_storing_keeps_all(found: tuple[Instrument, list[StoredRow]]) -> None:
+def test_storing_keeps_all(found: tuple[Instrument, list[Row]]) -> None:
     instrument, rows = found
     for row in rows:
         pooled = pool(instrument, [row])
@@ -98,11 +98,11 @@ def test_storing_keeps_all(found: tuple[Instrument, list[StoredRow]]) -> None:
 
 @given(st.lists(numbers, min_size=2, max_size=30))
 def test_sums_of_rows_are_exact(values: list[float]) -> None:
-    _, added = row_of(ratio(values[0], 1))
+    _, total = row_of(ratio(values[0], 1))
     for value in values[1:]:
-        add(added, row_of(ratio(value, 1))[1])
+        total = added(total, row_of(ratio(value, 1))[1])
     exactly = math.fsum(values)
-    assert added[0] + added[1] == pytest.approx(exactly, rel=1e-15, abs=1e-20)
+    assert total[0] + total[1] == pytest.approx(exactly, rel=1e-15, abs=1e-20)
 
 
 def test_equal_values_need_no_histogram() -> None:
@@ -121,11 +121,11 @@ def test_rows_without_histograms_have_all_but_percentiles() -> None:
 
 
 def test_a_histogram_that_is_added_to_for_long_stays_small() -> None:
-    _, added = row_of(observed([1.0, 2.0]))
+    _, total = row_of(observed([1.0, 2.0]))
     for _ in range(2000):
-        add(added, row_of(observed([1.0, 2.0, -3.0, 0.0]))[1])
-        assert len(added[HISTOGRAM]) <= COMPACT_BYTES
-    pooled = pool("observation", [added])
+        total = added(total, row_of(observed([1.0, 2.0, -3.0, 0.0]))[1])
+        assert len(total[HISTOGRAM]) <= COMPACT_BYTES
+    pooled = pool("observation", [total])
     assert isinstance(pooled, Observation)
     assert pooled.histogram.n == pooled.n == 8002
     assert pooled.histogram.zeros == 2000
@@ -133,7 +133,7 @@ def test_a_histogram_that_is_added_to_for_long_stays_small() -> None:
 
 def test_a_sum_that_overflows_is_stored_and_absent() -> None:
     _, row = row_of(observed([1.7e308]))
-    add(row, copy.deepcopy(row))
+    row = added(row, row)
     assert not any(isinstance(each, float) and math.isnan(each) for each in row)
     assert reduce(pool("observation", [row, row]), "mean") is None
     assert reduce(pool("observation", [row, row]), "max") == 1.7e308

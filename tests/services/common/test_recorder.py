@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -15,12 +15,16 @@ from headrace.v1 import metrics_pb2 as wire
 from headrace.v1 import metrics_pb2_grpc
 from structlog.testing import capture_logs
 
+from services.aggregator import reduce
+from services.aggregator.batch import decode
+from services.aggregator.rows import pool
 from services.common import grpc_kit
 from services.common import recorder as module
 from services.common.config import Network
 from services.common.config import Recorder as Settings
 from services.common.partials import Count, Observation, Ratio
 from services.common.recorder import Recorder
+from tests.services.aggregator.making import Delta, deltas
 
 WAIT_S = 60.0
 """A machine may be slow; what takes longer has failed."""
@@ -28,6 +32,14 @@ WAIT_S = 60.0
 BRISK = Settings(flush_s=0.01)
 PATIENT = Settings(flush_s=3600)
 """Nothing is sent before close()."""
+
+
+P = TypeVar("P", reduce.Count, reduce.Ratio, reduce.Observation)
+
+
+def partial_of(delta: Delta) -> reduce.Partial:
+    """What a delta says."""
+    return pool(delta.instrument, [delta.row])
 
 
 class Aggregator(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
@@ -57,8 +69,8 @@ class Aggregator(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
         return wire.PushDeltasResponse(duplicate=known, rejected=self.rejects)
 
     @property
-    def deltas(self) -> list[wire.Delta]:
-        return [delta for batch in self.batches.values() for delta in batch.deltas]
+    def deltas(self) -> list[Delta]:
+        return [delta for batch in self.batches.values() for delta in deltas(decode(batch))]
 
     @property
     def events(self) -> list[wire.GroupEvent]:
@@ -68,8 +80,15 @@ class Aggregator(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
         """Sum of all counts, by key."""
         totals: dict[str, float] = {}
         for delta in self.deltas:
-            totals[delta.key] = totals.get(delta.key, 0.0) + delta.count.sum
+            partial = partial_of(delta)
+            if isinstance(partial, reduce.Count):
+                totals[delta.key] = totals.get(delta.key, 0.0) + partial.sum.value
         return totals
+
+    def partials(self, key: str, kind: type[P]) -> list[P]:
+        """The partials of one instrument whose key ends so."""
+        found = [partial_of(delta) for delta in self.deltas if delta.key.endswith(key)]
+        return [each for each in found if isinstance(each, kind)]
 
     def sequences(self) -> list[int]:
         return sorted(sequence for _, _, sequence in self.batches)
@@ -160,19 +179,22 @@ def test_each_instrument_arrives_with_its_stamps(bench: Bench) -> None:
     (batch,) = bench.aggregator.batches.values()
     assert (batch.run, batch.producer, batch.service) == ("demo", "scorer-1", "scorer")
     assert (batch.sequence, len(batch.boot_id)) == (1, 32)
-    found = {(delta.key, delta.attempt, delta.step): delta for delta in batch.deltas}
-    assert found["a/total", 2, 7].count.sum == 4
-    ratio = found["a/frac", 2, 7].ratio
-    assert (ratio.numerator, ratio.denominator) == (3, 8)
-    seen = found["a/length", 2, 7].observation
-    assert (seen.n, seen.sum, seen.min, seen.max, seen.last) == (4, 7, -1, 5, 5)
+    sent = deltas(decode(batch))
+    found = {(delta.key, delta.attempt, delta.step): partial_of(delta) for delta in sent}
+    assert found["a/total", 2, 7] == reduce.Count(reduce.Sum(4.0))
+    assert found["a/frac", 2, 7] == reduce.Ratio(reduce.Sum(3.0), reduce.Sum(8.0))
+    seen = found["a/length", 2, 7]
+    assert isinstance(seen, reduce.Observation)
+    assert (seen.n, seen.sum.value, seen.minimum, seen.maximum, seen.last) == (4, 7, -1, 5, 5)
     buckets = seen.histogram
-    assert sum(buckets.positive_counts) == 2
-    assert (list(buckets.negative_buckets), list(buckets.zeros)) == ([0], [1])
-    assert found["a/length", 2, 6].observation.last == 2.0
-    for delta in batch.deltas:
+    assert sum(buckets.positive.values()) == 2
+    assert (buckets.negative, buckets.zeros) == ({0: 1}, 1)
+    before = found["a/length", 2, 6]
+    assert isinstance(before, reduce.Observation)
+    assert before.last == 2.0
+    for delta in sent:
         assert before_s <= delta.begin_s <= delta.end_s <= batch.now_s
-    assert before_s <= seen.last_s <= batch.now_s
+    assert before_s <= seen.last_at_s <= batch.now_s
 
 
 def test_nothing_observed_is_nothing_sent() -> None:
@@ -266,14 +288,13 @@ def test_threads_lose_nothing(bench: Bench) -> None:
     for thread in threads:
         thread.join()
     assert recorder.close(WAIT_S)
-    deltas = bench.aggregator.deltas
     assert bench.aggregator.counts()["a"] == 4 * each
-    ratios = [delta.ratio for delta in deltas if delta.key == "b"]
-    assert sum(ratio.numerator for ratio in ratios) == 4 * each
-    assert sum(ratio.denominator for ratio in ratios) == 8 * each
-    seen = [delta.observation for delta in deltas if delta.key == "c"]
+    ratios = bench.aggregator.partials("b", reduce.Ratio)
+    assert sum(ratio.numerator.value for ratio in ratios) == 4 * each
+    assert sum(ratio.denominator.value for ratio in ratios) == 8 * each
+    seen = bench.aggregator.partials("c", reduce.Observation)
     assert sum(partial.n for partial in seen) == 4 * each
-    assert sum(partial.sum for partial in seen) == 4 * each * (each - 1) / 2
+    assert sum(partial.sum.value for partial in seen) == 4 * each * (each - 1) / 2
     assert bench.aggregator.sequences() == list(range(1, len(bench.aggregator.batches) + 1))
 
 
@@ -320,10 +341,10 @@ def test_a_full_buffer_is_merged_and_totals_stay_exact(bench: Bench, outage: str
 
     counts = bench.aggregator.counts()
     assert {counts[key] for key in keys} == {20 * 21 / 2}
-    seen = [d.observation for d in bench.aggregator.deltas if d.key.endswith("/seen")]
+    seen = bench.aggregator.partials("/seen", reduce.Observation)
     assert sum(partial.n for partial in seen) == 20 * len(keys)
-    assert sum(partial.sum for partial in seen) == len(keys) * sum(range(20))
-    assert max(partial.max for partial in seen) == 19
+    assert sum(partial.sum.value for partial in seen) == len(keys) * sum(range(20))
+    assert max(partial.maximum or 0 for partial in seen) == 19
     assert counts[module.MERGED] > 0
     assert module.DROPPED not in counts
     assert bench.aggregator.sequences() == list(range(1, len(bench.aggregator.batches) + 1))

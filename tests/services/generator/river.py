@@ -32,10 +32,10 @@ class Metrics(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc,unu
         self.states: list[tuple[str, str]] = []
 
     async def PushDeltas(self, request: metrics_pb2.PushDeltasRequest, context: Any) -> Any:
-        self.keys |= {delta.key for delta in request.deltas}
+        self.keys |= set(request.keys)
         names = metrics_pb2.GroupState.Name
         self.states += [(event.group_id, names(event.state)) for event in request.events]
-        return metrics_pb2.PushDeltasResponse(accepted=len(request.deltas))
+        return metrics_pb2.PushDeltasResponse(accepted=len(request.keys))
 
 
 @dataclass

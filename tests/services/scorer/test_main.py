@@ -49,8 +49,8 @@ class Metrics(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc,unu
         self.keys: set[str] = set()
 
     async def PushDeltas(self, request: metrics_pb2.PushDeltasRequest, context: Any) -> Any:
-        self.keys |= {delta.key for delta in request.deltas}
-        return metrics_pb2.PushDeltasResponse(accepted=len(request.deltas))
+        self.keys |= set(request.keys)
+        return metrics_pb2.PushDeltasResponse(accepted=len(request.keys))
 
 
 @pytest.fixture

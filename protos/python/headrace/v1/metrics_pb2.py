@@ -24,33 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/metrics.proto\x12\x0bheadrace.v1\"\x1b\n\x0c\x43ountPartial\x12\x0b\n\x03sum\x18\x01 \x01(\x01\"\x80\x01\n\tHistogram\x12\x18\n\x10positive_buckets\x18\x01 \x03(\x11\x12\x17\n\x0fpositive_counts\x18\x02 \x03(\x04\x12\x18\n\x10negative_buckets\x18\x03 \x03(\x11\x12\x17\n\x0fnegative_counts\x18\x04 \x03(\x04\x12\r\n\x05zeros\x18\x05 \x03(\x04\"\xf2\x01\n\x12ObservationPartial\x12\t\n\x01n\x18\x01 \x01(\x04\x12\x0b\n\x03sum\x18\x02 \x01(\x01\x12\x10\n\x03min\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03max\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04last\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x0e\n\x06last_s\x18\x06 \x01(\x01\x12)\n\thistogram\x18\x07 \x01(\x0b\x32\x16.headrace.v1.Histogram\x12\x0f\n\x07num_nan\x18\x08 \x01(\x04\x12\x13\n\x0bnum_pos_inf\x18\t \x01(\x04\x12\x13\n\x0bnum_neg_inf\x18\n \x01(\x04\x42\x06\n\x04_minB\x06\n\x04_maxB\x07\n\x05_last\"6\n\x0cRatioPartial\x12\x11\n\tnumerator\x18\x01 \x01(\x01\x12\x13\n\x0b\x64\x65nominator\x18\x02 \x01(\x01\"\xee\x01\n\x05\x44\x65lta\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07\x62\x65gin_s\x18\x04 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x05 \x01(\x01\x12*\n\x05\x63ount\x18\x06 \x01(\x0b\x32\x19.headrace.v1.CountPartialH\x00\x12\x36\n\x0bobservation\x18\x07 \x01(\x0b\x32\x1f.headrace.v1.ObservationPartialH\x00\x12*\n\x05ratio\x18\x08 \x01(\x0b\x32\x19.headrace.v1.RatioPartialH\x00\x42\t\n\x07partial\"\xa3\x01\n\nGroupEvent\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\trow_index\x18\x02 \x01(\x04\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.headrace.v1.GroupState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x11\n\x04step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06worker\x18\x06 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x07 \x01(\x01\x42\x07\n\x05_step\"\xc2\x01\n\x11PushDeltasRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08producer\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\r\n\x05now_s\x18\x06 \x01(\x01\x12\"\n\x06\x64\x65ltas\x18\x07 \x03(\x0b\x32\x12.headrace.v1.Delta\x12\'\n\x06\x65vents\x18\x08 \x03(\x0b\x32\x17.headrace.v1.GroupEvent\"(\n\tRejection\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x12PushDeltasResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r\x12\x11\n\tduplicate\x18\x02 \x01(\x08\x12(\n\x08rejected\x18\x03 \x03(\x0b\x32\x16.headrace.v1.Rejection*\xae\x02\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16GROUP_STATE_DISPATCHED\x10\x01\x12\x1a\n\x16GROUP_STATE_GENERATING\x10\x02\x12\x19\n\x15GROUP_STATE_GENERATED\x10\x03\x12\x17\n\x13GROUP_STATE_SCORING\x10\x04\x12\x16\n\x12GROUP_STATE_SCORED\x10\x05\x12\x16\n\x12GROUP_STATE_QUEUED\x10\x06\x12\x17\n\x13GROUP_STATE_TRAINED\x10\x07\x12\x17\n\x13GROUP_STATE_DROPPED\x10\x08\x12\x18\n\x14GROUP_STATE_GIVEN_UP\x10\t\x12\x1b\n\x17GROUP_STATE_ROLLED_BACK\x10\n2_\n\x0eMetricsService\x12M\n\nPushDeltas\x12\x1e.headrace.v1.PushDeltasRequest\x1a\x1f.headrace.v1.PushDeltasResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/metrics.proto\x12\x0bheadrace.v1\"T\n\x06Places\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x0c\x12\x0c\n\x04step\x18\x03 \x01(\x0c\x12\x0f\n\x07\x62\x65gin_s\x18\x04 \x01(\x0c\x12\r\n\x05\x65nd_s\x18\x05 \x01(\x0c\"@\n\x0c\x43ountColumns\x12#\n\x06places\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Places\x12\x0b\n\x03sum\x18\x02 \x01(\x0c\"[\n\x0cRatioColumns\x12#\n\x06places\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Places\x12\x11\n\tnumerator\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65nominator\x18\x03 \x01(\x0c\"\x81\x02\n\x12ObservationColumns\x12#\n\x06places\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Places\x12\t\n\x01n\x18\x02 \x01(\x0c\x12\x0b\n\x03sum\x18\x03 \x01(\x0c\x12\x0b\n\x03min\x18\x04 \x01(\x0c\x12\x0b\n\x03max\x18\x05 \x01(\x0c\x12\x0c\n\x04last\x18\x06 \x01(\x0c\x12\x0e\n\x06last_s\x18\x07 \x01(\x0c\x12\x0f\n\x07num_nan\x18\x08 \x01(\x0c\x12\x13\n\x0bnum_pos_inf\x18\t \x01(\x0c\x12\x13\n\x0bnum_neg_inf\x18\n \x01(\x0c\x12\x13\n\x0bnum_buckets\x18\x0b \x01(\x0c\x12\x0f\n\x07\x62uckets\x18\x0c \x01(\x0c\x12\x15\n\rbucket_counts\x18\r \x01(\x0c\"\xa3\x01\n\nGroupEvent\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\trow_index\x18\x02 \x01(\x04\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.headrace.v1.GroupState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x11\n\x04step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06worker\x18\x06 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x07 \x01(\x01\x42\x07\n\x05_step\"\xb9\x02\n\x11PushDeltasRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08producer\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\r\n\x05now_s\x18\x06 \x01(\x01\x12\x0c\n\x04keys\x18\x07 \x03(\t\x12)\n\x06\x63ounts\x18\x08 \x01(\x0b\x32\x19.headrace.v1.CountColumns\x12)\n\x06ratios\x18\t \x01(\x0b\x32\x19.headrace.v1.RatioColumns\x12\x35\n\x0cobservations\x18\n \x01(\x0b\x32\x1f.headrace.v1.ObservationColumns\x12\'\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x17.headrace.v1.GroupEvent\"(\n\tRejection\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x12PushDeltasResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r\x12\x11\n\tduplicate\x18\x02 \x01(\x08\x12(\n\x08rejected\x18\x03 \x03(\x0b\x32\x16.headrace.v1.Rejection*\xae\x02\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16GROUP_STATE_DISPATCHED\x10\x01\x12\x1a\n\x16GROUP_STATE_GENERATING\x10\x02\x12\x19\n\x15GROUP_STATE_GENERATED\x10\x03\x12\x17\n\x13GROUP_STATE_SCORING\x10\x04\x12\x16\n\x12GROUP_STATE_SCORED\x10\x05\x12\x16\n\x12GROUP_STATE_QUEUED\x10\x06\x12\x17\n\x13GROUP_STATE_TRAINED\x10\x07\x12\x17\n\x13GROUP_STATE_DROPPED\x10\x08\x12\x18\n\x14GROUP_STATE_GIVEN_UP\x10\t\x12\x1b\n\x17GROUP_STATE_ROLLED_BACK\x10\n2_\n\x0eMetricsService\x12M\n\nPushDeltas\x12\x1e.headrace.v1.PushDeltasRequest\x1a\x1f.headrace.v1.PushDeltasResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.metrics_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPSTATE']._serialized_start=1251
-  _globals['_GROUPSTATE']._serialized_end=1553
-  _globals['_COUNTPARTIAL']._serialized_start=42
-  _globals['_COUNTPARTIAL']._serialized_end=69
-  _globals['_HISTOGRAM']._serialized_start=72
-  _globals['_HISTOGRAM']._serialized_end=200
-  _globals['_OBSERVATIONPARTIAL']._serialized_start=203
-  _globals['_OBSERVATIONPARTIAL']._serialized_end=445
-  _globals['_RATIOPARTIAL']._serialized_start=447
-  _globals['_RATIOPARTIAL']._serialized_end=501
-  _globals['_DELTA']._serialized_start=504
-  _globals['_DELTA']._serialized_end=742
-  _globals['_GROUPEVENT']._serialized_start=745
-  _globals['_GROUPEVENT']._serialized_end=908
-  _globals['_PUSHDELTASREQUEST']._serialized_start=911
-  _globals['_PUSHDELTASREQUEST']._serialized_end=1105
-  _globals['_REJECTION']._serialized_start=1107
-  _globals['_REJECTION']._serialized_end=1147
-  _globals['_PUSHDELTASRESPONSE']._serialized_start=1149
-  _globals['_PUSHDELTASRESPONSE']._serialized_end=1248
-  _globals['_METRICSSERVICE']._serialized_start=1555
-  _globals['_METRICSSERVICE']._serialized_end=1650
+  _globals['_GROUPSTATE']._serialized_start=1173
+  _globals['_GROUPSTATE']._serialized_end=1475
+  _globals['_PLACES']._serialized_start=42
+  _globals['_PLACES']._serialized_end=126
+  _globals['_COUNTCOLUMNS']._serialized_start=128
+  _globals['_COUNTCOLUMNS']._serialized_end=192
+  _globals['_RATIOCOLUMNS']._serialized_start=194
+  _globals['_RATIOCOLUMNS']._serialized_end=285
+  _globals['_OBSERVATIONCOLUMNS']._serialized_start=288
+  _globals['_OBSERVATIONCOLUMNS']._serialized_end=545
+  _globals['_GROUPEVENT']._serialized_start=548
+  _globals['_GROUPEVENT']._serialized_end=711
+  _globals['_PUSHDELTASREQUEST']._serialized_start=714
+  _globals['_PUSHDELTASREQUEST']._serialized_end=1027
+  _globals['_REJECTION']._serialized_start=1029
+  _globals['_REJECTION']._serialized_end=1069
+  _globals['_PUSHDELTASRESPONSE']._serialized_start=1071
+  _globals['_PUSHDELTASRESPONSE']._serialized_end=1170
+  _globals['_METRICSSERVICE']._serialized_start=1477
+  _globals['_METRICSSERVICE']._serialized_end=1572
 # @@protoc_insertion_point(module_scope)

@@ -76,177 +76,10 @@ GROUP_STATE_ROLLED_BACK: GroupState.ValueType  # 10
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 @_typing.final
-class CountPartial(_message.Message):
-    """A sum of events."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SUM_FIELD_NUMBER: _builtins.int
-    sum: _builtins.float
-    """What was counted."""
-    def __init__(
-        self,
-        *,
-        sum: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sum", b"sum"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CountPartial: _TypeAlias = CountPartial  # noqa: Y015
-
-@_typing.final
-class Histogram(_message.Message):
-    """A log-bucket histogram: bucket i holds the absolute values in (1.02^(i-1), 1.02^i]. Buckets and counts go in pairs; a
-    bucket may come several times. So two encoded histograms, one behind the other, are the histogram of both.
+class Places(_message.Message):
+    """Where partials belong: within which step of which attempt. Every `bytes` field here and below is an array with one
+    element for each partial, of the width that it says, little-endian.
     """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POSITIVE_BUCKETS_FIELD_NUMBER: _builtins.int
-    POSITIVE_COUNTS_FIELD_NUMBER: _builtins.int
-    NEGATIVE_BUCKETS_FIELD_NUMBER: _builtins.int
-    NEGATIVE_COUNTS_FIELD_NUMBER: _builtins.int
-    ZEROS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def positive_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Buckets of positive values."""
-
-    @_builtins.property
-    def positive_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many values each of them holds."""
-
-    @_builtins.property
-    def negative_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Buckets of negative values."""
-
-    @_builtins.property
-    def negative_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many values each of them holds."""
-
-    @_builtins.property
-    def zeros(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Values equal to 0; of several numbers, the sum."""
-
-    def __init__(
-        self,
-        *,
-        positive_buckets: _abc.Iterable[_builtins.int] | None = ...,
-        positive_counts: _abc.Iterable[_builtins.int] | None = ...,
-        negative_buckets: _abc.Iterable[_builtins.int] | None = ...,
-        negative_counts: _abc.Iterable[_builtins.int] | None = ...,
-        zeros: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["negative_buckets", b"negative_buckets", "negative_counts", b"negative_counts", "positive_buckets", b"positive_buckets", "positive_counts", b"positive_counts", "zeros", b"zeros"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
-
-@_typing.final
-class ObservationPartial(_message.Message):
-    """Values observed one by one."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    N_FIELD_NUMBER: _builtins.int
-    SUM_FIELD_NUMBER: _builtins.int
-    MIN_FIELD_NUMBER: _builtins.int
-    MAX_FIELD_NUMBER: _builtins.int
-    LAST_FIELD_NUMBER: _builtins.int
-    LAST_S_FIELD_NUMBER: _builtins.int
-    HISTOGRAM_FIELD_NUMBER: _builtins.int
-    NUM_NAN_FIELD_NUMBER: _builtins.int
-    NUM_POS_INF_FIELD_NUMBER: _builtins.int
-    NUM_NEG_INF_FIELD_NUMBER: _builtins.int
-    n: _builtins.int
-    """Finite values seen."""
-    sum: _builtins.float
-    """Their sum."""
-    min: _builtins.float
-    """The smallest; absent when n is 0."""
-    max: _builtins.float
-    """The largest; absent when n is 0."""
-    last: _builtins.float
-    """The latest; absent when n is 0."""
-    last_s: _builtins.float
-    """Producer's monotonic time of the latest, in seconds."""
-    num_nan: _builtins.int
-    """NaNs seen, in no sum."""
-    num_pos_inf: _builtins.int
-    """Positive infinities seen, in no sum."""
-    num_neg_inf: _builtins.int
-    """Negative infinities seen, in no sum."""
-    @_builtins.property
-    def histogram(self) -> Global___Histogram:
-        """All of them, in buckets; absent where min equals max, from which it follows."""
-
-    def __init__(
-        self,
-        *,
-        n: _builtins.int = ...,
-        sum: _builtins.float = ...,
-        min: _builtins.float | None = ...,
-        max: _builtins.float | None = ...,
-        last: _builtins.float | None = ...,
-        last_s: _builtins.float = ...,
-        histogram: Global___Histogram | None = ...,
-        num_nan: _builtins.int = ...,
-        num_pos_inf: _builtins.int = ...,
-        num_neg_inf: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_last", b"_last", "_max", b"_max", "_min", b"_min", "histogram", b"histogram", "last", b"last", "max", b"max", "min", b"min"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last", b"_last", "_max", b"_max", "_min", b"_min", "histogram", b"histogram", "last", b"last", "last_s", b"last_s", "max", b"max", "min", b"min", "n", b"n", "num_nan", b"num_nan", "num_neg_inf", b"num_neg_inf", "num_pos_inf", b"num_pos_inf", "sum", b"sum"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__last: _TypeAlias = _typing.Literal["last"]  # noqa: Y015
-    _WhichOneofArgType__last: _TypeAlias = _typing.Literal["_last", b"_last"]  # noqa: Y015
-    _WhichOneofReturnType__max: _TypeAlias = _typing.Literal["max"]  # noqa: Y015
-    _WhichOneofArgType__max: _TypeAlias = _typing.Literal["_max", b"_max"]  # noqa: Y015
-    _WhichOneofReturnType__min: _TypeAlias = _typing.Literal["min"]  # noqa: Y015
-    _WhichOneofArgType__min: _TypeAlias = _typing.Literal["_min", b"_min"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__last) -> _WhichOneofReturnType__last | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max) -> _WhichOneofReturnType__max | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min) -> _WhichOneofReturnType__min | None: ...
-
-Global___ObservationPartial: _TypeAlias = ObservationPartial  # noqa: Y015
-
-@_typing.final
-class RatioPartial(_message.Message):
-    """A ratio of sums."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUMERATOR_FIELD_NUMBER: _builtins.int
-    DENOMINATOR_FIELD_NUMBER: _builtins.int
-    numerator: _builtins.float
-    """Sum of numerators."""
-    denominator: _builtins.float
-    """Sum of denominators."""
-    def __init__(
-        self,
-        *,
-        numerator: _builtins.float = ...,
-        denominator: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["denominator", b"denominator", "numerator", b"numerator"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RatioPartial: _TypeAlias = RatioPartial  # noqa: Y015
-
-@_typing.final
-class Delta(_message.Message):
-    """One partial of one key, within one step of one attempt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -255,52 +88,166 @@ class Delta(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     BEGIN_S_FIELD_NUMBER: _builtins.int
     END_S_FIELD_NUMBER: _builtins.int
-    COUNT_FIELD_NUMBER: _builtins.int
-    OBSERVATION_FIELD_NUMBER: _builtins.int
-    RATIO_FIELD_NUMBER: _builtins.int
-    key: _builtins.str
-    """The metric's key, as declared in the catalogue."""
-    attempt: _builtins.int
-    """The run's attempt when it was measured, as the queue's clock said."""
-    step: _builtins.int
-    """The optimizer step that was open when it was measured."""
-    begin_s: _builtins.float
-    """Producer's monotonic time of the first value, in seconds."""
-    end_s: _builtins.float
-    """Producer's monotonic time of the last value, in seconds."""
-    @_builtins.property
-    def count(self) -> Global___CountPartial:
-        """A count."""
+    key: _builtins.bytes
+    """uint32: the key, by its position in the request's `keys`."""
+    attempt: _builtins.bytes
+    """uint64: the run's attempt when it was measured, as the queue's clock said."""
+    step: _builtins.bytes
+    """uint64: the optimizer step that was open when it was measured."""
+    begin_s: _builtins.bytes
+    """double: producer's monotonic time of the first value, in seconds."""
+    end_s: _builtins.bytes
+    """double: producer's monotonic time of the last value, in seconds."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        attempt: _builtins.bytes = ...,
+        step: _builtins.bytes = ...,
+        begin_s: _builtins.bytes = ...,
+        end_s: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "begin_s", b"begin_s", "end_s", b"end_s", "key", b"key", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    @_builtins.property
-    def observation(self) -> Global___ObservationPartial:
-        """An observation."""
+Global___Places: _TypeAlias = Places  # noqa: Y015
 
+@_typing.final
+class CountColumns(_message.Message):
+    """Sums of events."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
+    sum: _builtins.bytes
+    """double: what was counted."""
     @_builtins.property
-    def ratio(self) -> Global___RatioPartial:
-        """A ratio."""
+    def places(self) -> Global___Places:
+        """Where they belong."""
 
     def __init__(
         self,
         *,
-        key: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        step: _builtins.int = ...,
-        begin_s: _builtins.float = ...,
-        end_s: _builtins.float = ...,
-        count: Global___CountPartial | None = ...,
-        observation: Global___ObservationPartial | None = ...,
-        ratio: Global___RatioPartial | None = ...,
+        places: Global___Places | None = ...,
+        sum: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "observation", b"observation", "partial", b"partial", "ratio", b"ratio"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "begin_s", b"begin_s", "count", b"count", "end_s", b"end_s", "key", b"key", "observation", b"observation", "partial", b"partial", "ratio", b"ratio", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places", "sum", b"sum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_partial: _TypeAlias = _typing.Literal["count", "observation", "ratio"]  # noqa: Y015
-    _WhichOneofArgType_partial: _TypeAlias = _typing.Literal["partial", b"partial"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_partial) -> _WhichOneofReturnType_partial | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Delta: _TypeAlias = Delta  # noqa: Y015
+Global___CountColumns: _TypeAlias = CountColumns  # noqa: Y015
+
+@_typing.final
+class RatioColumns(_message.Message):
+    """Ratios of sums."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: _builtins.int
+    NUMERATOR_FIELD_NUMBER: _builtins.int
+    DENOMINATOR_FIELD_NUMBER: _builtins.int
+    numerator: _builtins.bytes
+    """double: sum of numerators."""
+    denominator: _builtins.bytes
+    """double: sum of denominators."""
+    @_builtins.property
+    def places(self) -> Global___Places:
+        """Where they belong."""
+
+    def __init__(
+        self,
+        *,
+        places: Global___Places | None = ...,
+        numerator: _builtins.bytes = ...,
+        denominator: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denominator", b"denominator", "numerator", b"numerator", "places", b"places"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RatioColumns: _TypeAlias = RatioColumns  # noqa: Y015
+
+@_typing.final
+class ObservationColumns(_message.Message):
+    """Values observed one by one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
+    MIN_FIELD_NUMBER: _builtins.int
+    MAX_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    LAST_S_FIELD_NUMBER: _builtins.int
+    NUM_NAN_FIELD_NUMBER: _builtins.int
+    NUM_POS_INF_FIELD_NUMBER: _builtins.int
+    NUM_NEG_INF_FIELD_NUMBER: _builtins.int
+    NUM_BUCKETS_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    BUCKET_COUNTS_FIELD_NUMBER: _builtins.int
+    n: _builtins.bytes
+    """uint64: finite values seen."""
+    sum: _builtins.bytes
+    """double: their sum."""
+    min: _builtins.bytes
+    """double: the smallest; NaN where n is 0."""
+    max: _builtins.bytes
+    """double: the largest; NaN where n is 0."""
+    last: _builtins.bytes
+    """double: the latest; NaN where n is 0."""
+    last_s: _builtins.bytes
+    """double: producer's monotonic time of the latest, in seconds; NaN where n is 0."""
+    num_nan: _builtins.bytes
+    """uint64: NaNs seen, in no sum."""
+    num_pos_inf: _builtins.bytes
+    """uint64: positive infinities seen, in no sum."""
+    num_neg_inf: _builtins.bytes
+    """uint64: negative infinities seen, in no sum."""
+    num_buckets: _builtins.bytes
+    """uint32: buckets of each one's histogram; 0 where min equals max, from which it follows."""
+    buckets: _builtins.bytes
+    """int32, of all histograms, one behind the other: 2 i for the bucket of values in (1.02^(i-1), 1.02^i], 2 i + 1 for
+    that of their negatives, -2^31 for values equal to 0.
+    """
+    bucket_counts: _builtins.bytes
+    """uint64: how many values each of these buckets holds."""
+    @_builtins.property
+    def places(self) -> Global___Places:
+        """Where they belong."""
+
+    def __init__(
+        self,
+        *,
+        places: Global___Places | None = ...,
+        n: _builtins.bytes = ...,
+        sum: _builtins.bytes = ...,
+        min: _builtins.bytes = ...,
+        max: _builtins.bytes = ...,
+        last: _builtins.bytes = ...,
+        last_s: _builtins.bytes = ...,
+        num_nan: _builtins.bytes = ...,
+        num_pos_inf: _builtins.bytes = ...,
+        num_neg_inf: _builtins.bytes = ...,
+        num_buckets: _builtins.bytes = ...,
+        buckets: _builtins.bytes = ...,
+        bucket_counts: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_counts", b"bucket_counts", "buckets", b"buckets", "last", b"last", "last_s", b"last_s", "max", b"max", "min", b"min", "n", b"n", "num_buckets", b"num_buckets", "num_nan", b"num_nan", "num_neg_inf", b"num_neg_inf", "num_pos_inf", b"num_pos_inf", "places", b"places", "sum", b"sum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ObservationColumns: _TypeAlias = ObservationColumns  # noqa: Y015
 
 @_typing.final
 class GroupEvent(_message.Message):
@@ -362,7 +309,10 @@ class PushDeltasRequest(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     NOW_S_FIELD_NUMBER: _builtins.int
-    DELTAS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    RATIOS_FIELD_NUMBER: _builtins.int
+    OBSERVATIONS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """The run."""
@@ -377,8 +327,20 @@ class PushDeltasRequest(_message.Message):
     now_s: _builtins.float
     """Producer's monotonic time at this send (not when the batch was made), in seconds."""
     @_builtins.property
-    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delta]:
-        """What was measured."""
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The keys that partials name by their position here."""
+
+    @_builtins.property
+    def counts(self) -> Global___CountColumns:
+        """What was measured, by instrument."""
+
+    @_builtins.property
+    def ratios(self) -> Global___RatioColumns:
+        """What was measured, by instrument."""
+
+    @_builtins.property
+    def observations(self) -> Global___ObservationColumns:
+        """What was measured, by instrument."""
 
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupEvent]:
@@ -393,12 +355,15 @@ class PushDeltasRequest(_message.Message):
         boot_id: _builtins.str = ...,
         sequence: _builtins.int = ...,
         now_s: _builtins.float = ...,
-        deltas: _abc.Iterable[Global___Delta] | None = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+        counts: Global___CountColumns | None = ...,
+        ratios: Global___RatioColumns | None = ...,
+        observations: Global___ObservationColumns | None = ...,
         events: _abc.Iterable[Global___GroupEvent] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "observations", b"observations", "ratios", b"ratios"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "deltas", b"deltas", "events", b"events", "now_s", b"now_s", "producer", b"producer", "run", b"run", "sequence", b"sequence", "service", b"service"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "counts", b"counts", "events", b"events", "keys", b"keys", "now_s", b"now_s", "observations", b"observations", "producer", b"producer", "ratios", b"ratios", "run", b"run", "sequence", b"sequence", "service", b"service"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,7 +371,7 @@ Global___PushDeltasRequest: _TypeAlias = PushDeltasRequest  # noqa: Y015
 
 @_typing.final
 class Rejection(_message.Message):
-    """A delta that was not taken."""
+    """Partials of one key that were not taken."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -440,7 +405,7 @@ class PushDeltasResponse(_message.Message):
     DUPLICATE_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
     accepted: _builtins.int
-    """Deltas added."""
+    """Partials added."""
     duplicate: _builtins.bool
     """True when the batch had been added before; then nothing was added now."""
     @_builtins.property
