@@ -36,15 +36,14 @@ STEP_S = 1.0
 
 DEADLINE_S = 120.0
 
-SETTLED_AFTER = 5
-"""Answers in a row that are no faster than the fastest before: nothing is being rolled up any
-more."""
+IDLE_CORES = 0.1
+"""A server that uses less, while nobody asks, has rolled everything up."""
 
-SETTLE_S = 120.0
+IDLE_SECONDS = 3
+"""In a row."""
+
+SETTLE_S = 600.0
 """Most seconds that the server gets for it."""
-
-PACE_S = 0.2
-"""Pause between two answers while the server settles."""
 
 Ask = Callable[[dict[str, Any]], httpx.Response]
 
@@ -108,7 +107,8 @@ def measure(page: str, *, steps: int, times: int, server_pid: int) -> dict[str, 
             answer = client.get(path, params=parameters | {"max_points": MAX_POINTS})
             return answer.raise_for_status()
 
-        _settle(ask)
+        server = psutil.Process(server_pid)
+        _settle(server)
         _check(ask({}).json(), steps=steps)
         by_time = ask({"axis": "time"}).json()
         begin_s = by_time["points"][0]["x"]
@@ -121,7 +121,6 @@ def measure(page: str, *, steps: int, times: int, server_pid: int) -> dict[str, 
             "time of a random range": lambda: {"axis": "time", **_range(chance, begin_s, end_s)},
             "all steps, p95": lambda: {"reduce": "p95"},
         }
-        server = psutil.Process(server_pid)
         found = {}
         for kind, make in kinds.items():
             before_s = sum(server.cpu_times()[:2])
@@ -143,15 +142,14 @@ def _ms(ask: Ask, parameters: dict[str, Any]) -> float:
     return (time.perf_counter() - begun_s) * 1e3
 
 
-def _settle(ask: Ask) -> None:
-    """Wait until answers get no faster."""
-    begun_s = time.monotonic()
-    fastest_ms, slower = math.inf, 0
-    while slower < SETTLED_AFTER and time.monotonic() < begun_s + SETTLE_S:
-        took_ms = _ms(ask, {})
-        slower = slower + 1 if took_ms > 0.8 * fastest_ms else 0
-        fastest_ms = min(fastest_ms, took_ms)
-        time.sleep(PACE_S)
+def _settle(server: psutil.Process) -> None:
+    """Wait until the server does nothing more. Raises RuntimeError when it never does."""
+    begun_s, idle = time.monotonic(), 0
+    server.cpu_percent()
+    while idle < IDLE_SECONDS:
+        if time.monotonic() > begun_s + SETTLE_S:
+            raise RuntimeError(f"the server is still busy after {SETTLE_S:.0f} s")
+        idle = idle + 1 if server.cpu_percent(interval=1) / 100 < IDLE_CORES else 0
     print(f"settled after {time.monotonic() - begun_s:.0f} s", flush=True)
 
 

@@ -1,8 +1,9 @@
 """Fine rows by step and by time, as tuples (position, source, *columns of a partial)."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, Select, Table, and_, func, select
 
 from services.aggregator import schema
 from services.aggregator.rows import Row
@@ -22,14 +23,15 @@ def by_step(
 ) -> Sequence[Row]:
     """Rows of one attempt's steps begin <= step < end; the position is the step."""
     table = schema.partials
-    return connection.execute(
+    return fetch(
+        connection,
         select(table.c.step, table.c.source_id, *(table.c[name] for name in names)).where(
             table.c.series_id == series_id,
             table.c.attempt == attempt,
             table.c.step >= begin,
             table.c.step < end,
-        )
-    ).all()
+        ),
+    )
 
 
 def by_bucket(
@@ -43,18 +45,22 @@ def by_bucket(
     attempt: int | None = None,
 ) -> Sequence[Row]:
     """Rows of begin <= bucket < end, of one or of all attempts; the position is the bucket."""
-    clock, table = schema.clock, schema.partials
-    steps = select(
-        clock.c.attempt, func.min(clock.c.first_step), func.max(clock.c.last_step)
-    ).where(clock.c.run_id == run_id, clock.c.bucket >= begin, clock.c.bucket < end)
+    clock, attempts, table = schema.clock, schema.attempts, schema.partials
+    # From the run's attempts on: without an attempt, all of the run's clock would be read.
+    steps = (
+        select(attempts.c.attempt, func.min(clock.c.first_step), func.max(clock.c.last_step))
+        .join(clock, _of_attempt(clock, attempts))
+        .where(attempts.c.run_id == run_id, clock.c.bucket >= begin, clock.c.bucket < end)
+    )
     if attempt is not None:
-        steps = steps.where(clock.c.attempt == attempt)
+        steps = steps.where(attempts.c.attempt == attempt)
     rows: list[Row] = []
     for found, first, last in connection.execute(
-        steps.group_by(clock.c.attempt).order_by(clock.c.attempt)
+        steps.group_by(attempts.c.attempt).order_by(attempts.c.attempt)
     ):
         rows.extend(
-            connection.execute(
+            fetch(
+                connection,
                 select(table.c.bucket, table.c.source_id, *(table.c[name] for name in names)).where(
                     table.c.series_id == series_id,
                     table.c.attempt == found,
@@ -62,10 +68,19 @@ def by_bucket(
                     table.c.step <= last,
                     table.c.bucket >= begin,
                     table.c.bucket < end,
-                )
+                ),
             )
         )
     return rows
+
+
+def fetch(connection: Connection, statement: Select[Any]) -> Sequence[Row]:
+    """The rows of a statement as the driver gives them: SQLAlchemy's own rows cost more than the
+    database's work, and our columns of numbers and bytes need no conversion.
+    """
+    with connection.execute(statement) as result:
+        found: Sequence[Row] = result.cursor.fetchall()
+    return found
 
 
 def extent_by_step(
@@ -89,13 +104,21 @@ def extent_by_bucket(
     connection: Connection, run_id: int, begin: int | None, end: int | None
 ) -> tuple[int, int] | None:
     """The first and last bucket of begin <= bucket < end in which the run has anything."""
-    clock = schema.clock
-    statement = select(func.min(clock.c.bucket), func.max(clock.c.bucket)).where(
-        clock.c.run_id == run_id
+    clock, attempts = schema.clock, schema.attempts
+    where = [
+        _of_attempt(clock, attempts),
+        *(() if begin is None else (clock.c.bucket >= begin,)),
+        *(() if end is None else (clock.c.bucket < end,)),
+    ]
+    # The ends of each attempt are two look-ups; those of the run would be a scan of its clock.
+    first, last = (
+        select(edge(clock.c.bucket)).where(*where).correlate(attempts).scalar_subquery()
+        for edge in (func.min, func.max)
     )
-    if begin is not None:
-        statement = statement.where(clock.c.bucket >= begin)
-    if end is not None:
-        statement = statement.where(clock.c.bucket < end)
-    low, high = connection.execute(statement).one()
-    return None if low is None else (low, high)
+    found = connection.execute(select(first, last).where(attempts.c.run_id == run_id)).all()
+    known = [(low, high) for low, high in found if low is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
+
+
+def _of_attempt(clock: Table, attempts: Table) -> ColumnElement[bool]:
+    return and_(clock.c.run_id == attempts.c.run_id, clock.c.attempt == attempts.c.attempt)

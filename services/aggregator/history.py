@@ -9,30 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from sqlalchemy import Connection, select
 
 from services.aggregator import schema, windows
+from services.aggregator.groups import BAD_NAMES, Floats, needed
+from services.aggregator.lasts import Lasts, sums_of_lasts
 from services.aggregator.lengths import wall_seconds, with_step_seconds
 from services.aggregator.lines import Segment
-from services.aggregator.reduce import (
-    PERCENTILES,
-    REDUCTIONS,
-    Count,
-    Observation,
-    Partial,
-    Reduction,
-    reduce,
-)
+from services.aggregator.points import NO_POINTS, Points
+from services.aggregator.points import Point as Point
+from services.aggregator.reduce import REDUCTIONS, Observation, Partial, Reduction
 from services.aggregator.rollup import ENVELOPE
-from services.aggregator.rows import pool
 from services.aggregator.schema import BUCKET_S
 from services.aggregator.series import RunRow, SeriesRow
-from services.aggregator.windows import StepAxis, TimeAxis, Window
-
-LIVE_S = 15.0
-"""A producer whose last observation is older than this, beside the newest one, is not alive:
-sum_last leaves it out.
-"""
+from services.aggregator.windows import StepAxis, TimeAxis, Windows
 
 SEED_WINDOWS, SEED_POSITIONS = 8, 64
 """How far before a page the lasts of sum_last are looked for."""
@@ -60,30 +51,12 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One window's value."""
-
-    x: int
-    """Its first step, or its begin in seconds since 1970; not before the query's `since`."""
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    """The envelope: smallest and largest value of the steps (by time: 10 s) in the window, each
-    reduced as the window is. None in a window of one step, and where a reduction has none.
-    """
-    num_nan: int = 0
-    num_pos_inf: int = 0
-    num_neg_inf: int = 0
-    """Values that are in no sum: they tell "NaN" and "infinite" from "absent"."""
-
-
-@dataclass(frozen=True, slots=True)
 class History:
     """Points in ascending order; `width` is a window's steps or seconds."""
 
     width: int
-    points: tuple[Point, ...]
-    by_producer: dict[str, tuple[Point, ...]]
+    points: Points
+    by_producer: dict[str, Points]
     next_x: int | None = None
     """Where the next page begins; None after the last."""
 
@@ -101,113 +74,149 @@ def history(connection: Connection, run: RunRow, series: SeriesRow, query: Query
     begin, end = windows.position(query.since, axis.unit), windows.position(query.until, axis.unit)
     extent = axis.extent(begin, end)
     if extent is None:
-        return History(width=query.width or axis.unit, points=(), by_producer={})
+        return History(width=query.width or axis.unit, points=NO_POINTS, by_producer={})
     low, high = extent
     if query.width is not None:
         width = max(1, query.width // axis.unit)
     else:
         width = windows.width_for(low, high, max_points=query.max_points, levels=axis.levels)
-    by_source = query.by_producer or query.reduction == "sum_last"
-    found: dict[int, Window] = {}
-    at: int | None = low
-    while at is not None and (query.limit is None or len(found) < query.limit):
-        stop = high + 1
-        if query.limit is not None:
-            stop = min(stop, (at // width + query.limit - len(found)) * width)
-        found |= windows.read(
-            connection,
-            series,
-            axis,
-            begin=at,
-            end=stop,
-            width=width,
-            histograms=query.reduction in PERCENTILES,
-            by_source=by_source,
-        )
-        rest = axis.extent(stop, end) if stop <= high else None
-        at = None if rest is None else rest[0]
-    seconds: Mapping[int, float | None] = {}
+    shown = _Shown(series, query, width, axis.unit, first=low if query.width is None else 0)
+    found, at = _page(connection, axis, shown, low=low, high=high, end=end)
+    seconds: Floats | None = None
     if query.reduction == "rate" and query.axis == "step":
-        seconds = with_step_seconds(
-            connection, run, series, found, line=line, begin=low, end=high + 1, width=width
+        found, seconds = with_step_seconds(
+            connection, run, series, found, line=line, begin=low, end=high + 1
         )
     elif query.reduction == "rate":
-        seconds = wall_seconds(run, found, width * axis.unit)
-    names = producer_names(connection, run) if by_source else {}
-    before: dict[int, Window] = {}
+        seconds = wall_seconds(run, found, unit_s=axis.unit)
+    names = producer_names(connection, run) if shown.by_source else {}
+    lasts: Lasts = {}
     if query.reduction == "sum_last" and begin is not None:
         back = max(SEED_POSITIONS, SEED_WINDOWS * width)
-        before = windows.read(
-            connection, series, axis, begin=low - back, end=low, width=width, by_source=True
-        )
-    shown = _Shown(series, query, width, seconds, first=low if query.width is None else 0)
+        before = shown.read(connection, axis, low - back, low)
+        sums_of_lasts(before, lasts, names)
+    by_producer = {}
+    if query.by_producer:
+        by_producer = _by_producer(found, seconds, lasts, names, shown)
     return History(
         width=width * axis.unit,
-        points=shown.points(found, _seeded(series, before, names), names),
-        by_producer=_by_producer(found, before, names, shown) if query.by_producer else {},
+        points=shown.points(found, seconds, dict(lasts), names),
+        by_producer=by_producer,
         next_x=None if at is None else at // width * width * axis.unit,
     )
 
 
+def _page(
+    connection: Connection,
+    axis: windows.Axis,
+    shown: "_Shown",
+    *,
+    low: int,
+    high: int,
+    end: int | None,
+) -> tuple[Windows, int | None]:
+    """The windows of a page, and the position at which the next one begins."""
+    query, width = shown.query, shown.width
+    parts: list[Windows] = []
+    at: int | None = low
+    room = query.limit
+    while at is not None and (room is None or room > 0):
+        stop = high + 1 if room is None else min(high + 1, (at // width + room) * width)
+        parts.append(shown.read(connection, axis, at, stop))
+        if room is not None:
+            room -= len(parts[-1].numbers)
+        rest = axis.extent(stop, end) if stop <= high else None
+        at = None if rest is None else rest[0]
+    return windows.together(parts), at
+
+
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """How windows become points."""
+    """How windows are read, and become points."""
 
     series: SeriesRow
     query: Query
     width: int
-    seconds: Mapping[int, float | None]
+    unit: int
     first: int
     """The position that the first point is not before."""
 
+    @property
+    def by_source(self) -> bool:
+        """Whether each source's rows are needed."""
+        return self.query.by_producer or self.query.reduction == "sum_last"
+
+    @property
+    def per(self) -> int:
+        """What the envelope has to be divided by: it is stored of sums."""
+        return BUCKET_S if self.query.reduction == "rate" and self.query.axis == "time" else 1
+
+    @property
+    def enveloped(self) -> bool:
+        """Whether points have an envelope."""
+        kept = self.query.reduction == ENVELOPE[self.series.instrument]
+        return self.width > 1 and (kept or self.per > 1)
+
+    def read(self, connection: Connection, axis: windows.Axis, begin: int, end: int) -> Windows:
+        """The windows of a range, with what the query needs of them."""
+        return windows.read(
+            connection,
+            self.series,
+            axis,
+            begin=begin,
+            end=end,
+            width=self.width,
+            names=needed(self.series.instrument, self.query.reduction),
+            enveloped=self.enveloped,
+            by_source=self.by_source,
+        )
+
     def points(
-        self, found: Mapping[int, Window], lasts: dict[str, Observation], names: Mapping[int, str]
-    ) -> tuple[Point, ...]:
+        self, found: Windows, seconds: Floats | None, lasts: Lasts, names: Mapping[int, str]
+    ) -> Points:
         """A point of each window. `lasts` is carried from one to the next (sum_last)."""
-        query, instrument = self.query, self.series.instrument
-        unit = 1 if query.axis == "step" else BUCKET_S
-        # What the envelope is stored of, and what it has to be divided by.
-        per = BUCKET_S if query.reduction == "rate" and query.axis == "time" else 1
-        enveloped = self.width > 1 and (query.reduction == ENVELOPE[instrument] or per > 1)
-        points = []
-        for number, window in found.items():
-            # Without a row: a count all of whose steps are of unknown length.
-            partial = pool(instrument, window.rows) if window.rows else Count()
-            if query.reduction == "sum_last":
-                value = _sum_last(lasts, window, names)
-            else:
-                value = reduce(partial, query.reduction, seconds=self.seconds.get(number))
-            low, high = (window.low, window.high) if enveloped else (None, None)
-            points.append(
-                point(
-                    max(number * self.width, self.first) * unit,
-                    value,
-                    partial,
-                    low=None if low is None else low / per,
-                    high=None if high is None else high / per,
-                )
-            )
-        return tuple(points)
+        groups, reduction = found.pooled, self.query.reduction
+        if reduction == "sum_last":
+            value = sums_of_lasts(found, lasts, names)
+        else:
+            value = _known(groups.values(reduction, seconds=seconds))
+        return Points(
+            (np.maximum(found.numbers * self.width, self.first) * self.unit).tolist(),
+            value,
+            _known(found.low / self.per),
+            _known(found.high / self.per),
+            *(groups.counts(name).tolist() for name in BAD_NAMES),
+        )
+
+
+def _known(values: Floats) -> list[float | None]:
+    """NaN as None."""
+    known: list[float | None] = values.tolist()
+    for index in np.flatnonzero(np.isnan(values)).tolist():
+        known[index] = None
+    return known
 
 
 def _by_producer(
-    found: Mapping[int, Window],
-    before: Mapping[int, Window],
+    found: Windows,
+    seconds: Floats | None,
+    lasts: Lasts,
     names: Mapping[int, str],
     shown: _Shown,
-) -> dict[str, tuple[Point, ...]]:
-    """The points of each producer alone, by its name."""
-    alone: dict[str, dict[int, Window]] = {}
-    for number, window in found.items():
-        for source_id, rows in window.sources.items():
-            held = alone.setdefault(names[source_id], {}).setdefault(number, Window())
-            held.rows.extend(rows)
-            held.sources[source_id].extend(rows)
-    lasts = _seeded(shown.series, before, names)
-    return {
-        name: shown.points(alone[name], {name: lasts[name]} if name in lasts else {}, names)
-        for name in sorted(alone)
-    }
+) -> dict[str, Points]:
+    """The points of each producer alone, by its name: of the windows that it has rows in."""
+    named: dict[str, list[int]] = {}
+    for source_id in np.unique(found.sources.source).tolist():
+        named.setdefault(names[source_id], []).append(source_id)
+    points = {}
+    for name in sorted(named):
+        rows = found.sources.take(np.isin(found.sources.source, named[name]))
+        at = np.unique(found.grouped(rows).at)
+        nothing = np.full(len(at), np.nan)
+        alone = Windows(found.width, found.numbers[at], rows, rows, nothing, nothing)
+        own = {name: lasts[name]} if name in lasts else {}
+        points[name] = shown.points(alone, None if seconds is None else seconds[at], own, names)
+    return points
 
 
 def producer_names(connection: Connection, run: RunRow) -> dict[int, str]:
@@ -221,44 +230,8 @@ def producer_names(connection: Connection, run: RunRow) -> dict[int, str]:
     return {row.id: row.name for row in rows}
 
 
-def point(
-    x: int,
-    value: float | None,
-    pooled: Partial,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-) -> Point:
+def point(x: int, value: float | None, pooled: Partial) -> Point:
     """A point, with the counts of what is in no sum."""
     if not isinstance(pooled, Observation):
-        return Point(x, value, low, high)
-    return Point(x, value, low, high, pooled.num_nan, pooled.num_pos_inf, pooled.num_neg_inf)
-
-
-def _seeded(
-    series: SeriesRow, before: Mapping[int, Window], names: Mapping[int, str]
-) -> dict[str, Observation]:
-    """The lasts that a first window begins with."""
-    lasts: dict[str, Observation] = {}
-    if series.instrument == "observation":
-        for window in before.values():
-            _sum_last(lasts, window, names)
-    return lasts
-
-
-def _sum_last(
-    lasts: dict[str, Observation], window: Window, names: Mapping[int, str]
-) -> float | None:
-    """Add up each live producer's last. `lasts` is carried from window to window: replicas flush
-    out of step.
-    """
-    for source_id, rows in window.sources.items():
-        partial, name = pool("observation", rows), names[source_id]
-        assert isinstance(partial, Observation)
-        if partial.last is not None:
-            held = lasts.get(name)
-            if held is None or partial.last_at_s >= held.last_at_s:
-                lasts[name] = partial
-    newest_s = max((held.last_at_s for held in lasts.values()), default=0.0)
-    live = [held.last for held in lasts.values() if newest_s - held.last_at_s <= LIVE_S]
-    return sum(last for last in live if last is not None) if live else None
+        return Point(x, value)
+    return Point(x, value, None, None, pooled.num_nan, pooled.num_pos_inf, pooled.num_neg_inf)

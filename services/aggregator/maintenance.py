@@ -19,8 +19,8 @@ from services.aggregator.store import Store
 EVERY_S = 0.5
 """Pause after all is done."""
 
-BUSY_PAUSE_S = 0.05
-"""Pause while there is more to do: batches come first."""
+BUSY_SHARE = 0.2
+"""Of the time, while there is more to do: batches come first."""
 
 AFTER_FAILURE_S = 5.0
 
@@ -69,7 +69,10 @@ async def keep_working(
     maintenance = Maintenance(store)
     while True:
         try:
-            pause_s = BUSY_PAUSE_S if await write(maintenance.work) else EVERY_S
+            begun_s = time.monotonic()
+            more = await write(maintenance.work)
+            worked_s = time.monotonic() - begun_s
+            pause_s = worked_s * (1 / BUSY_SHARE - 1) if more else EVERY_S
         except SQLAlchemyError as error:
             cause = getattr(error, "orig", None) or error
             structlog.get_logger().error("roll-ups wait for the store", cause=str(cause))

@@ -1,5 +1,5 @@
-"""Partials as they are read, and the reductions that answer a query: the only place where numbers
-are reduced.
+"""Partials as they are read, and the reductions that answer a query: what each of them means.
+groups.py does the same for many windows at once.
 
 Three instruments. A count is a sum of events; an observation holds n, sum, min, max, last and a
 histogram; a ratio is a sum of numerators over a sum of denominators. A window's value is

@@ -5,37 +5,49 @@ attempt), or 10 s buckets.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 from sqlalchemy import Connection, select
 
 from services.aggregator import fine, schema
 from services.aggregator.cover import FINE, cover
+from services.aggregator.groups import Floats, Groups, Ints, Rows, joined
 from services.aggregator.lines import Segment
-from services.aggregator.rollup import ENVELOPE, envelope
-from services.aggregator.rows import COLUMN_NAMES, SCALAR_NAMES, Row
+from services.aggregator.rollup import ENVELOPE
+from services.aggregator.rows import Row
 from services.aggregator.schema import BUCKET_S, POOLED, STEP_LEVELS, TIME_LANE, TIME_LEVELS
 from services.aggregator.series import RunRow, SeriesRow
 
 
-@dataclass(slots=True)
-class Window:
-    """What one window is made of: rows in the order of rows.COLUMN_NAMES."""
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The windows that hold anything, ascending; arrays have one entry a window."""
 
-    rows: list[Row] = field(default_factory=list)
-    sources: defaultdict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
-    """The same rows by source; filled only where that was asked for."""
-    low: float | None = None
-    high: float | None = None
+    width: int
+    """Positions of a window."""
+    numbers: Ints
+    rows: Rows
+    """Over all sources, by position."""
+    sources: Rows
+    """Of each source, by position; empty unless that was asked for."""
+    low: Floats
+    high: Floats
+    """The envelope; NaN where there is none, or none was asked for."""
 
-    def widen(self, low: float | None, high: float | None) -> None:
-        """Take extremes into the envelope."""
-        if low is not None and (self.low is None or low < self.low):
-            self.low = low
-        if high is not None and (self.high is None or high > self.high):
-            self.high = high
+    @property
+    def pooled(self) -> Groups:
+        """The rows of each window."""
+        return self.grouped(self.rows)
+
+    def grouped(self, rows: Rows) -> Groups:
+        """Rows, ascending, by the window that they are in."""
+        at = np.searchsorted(self.numbers, rows.position // self.width)
+        return Groups(rows, at, len(self.numbers))
+
+
+EXTREMES = ("low", "high")
 
 
 class Axis:
@@ -159,45 +171,74 @@ def read(
     begin: int,
     end: int,
     width: int,
-    histograms: bool = False,
+    names: Sequence[str],
+    enveloped: bool = False,
     by_source: bool = False,
-) -> dict[int, Window]:
-    """The windows of begin <= position < end that hold anything, by number, ascending."""
-    names = COLUMN_NAMES if histograms else SCALAR_NAMES
+) -> Windows:
+    """The windows of begin <= position < end, with the columns of `names`; for an envelope these
+    are those of the reduction that rollup.ENVELOPE has for the instrument.
+    """
     levels = [level for level in axis.levels if width % level == 0]
-    windows: defaultdict[int, Window] = defaultdict(Window)
-    enveloped: defaultdict[int, list[Row]] = defaultdict(list)
+    rolled_names = (*names, *EXTREMES) if enveloped else names
+    fine_rows: list[Rows] = []
+    rolled: list[Rows] = []
     for lane, first, last in axis.spans(begin, end):
         stale = _stale(connection, series.id, lane, first // axis.block, last // axis.block)
         for piece in cover(first, last, levels=levels, block=axis.block, stale=stale):
             if piece.level == FINE:
-                for row in axis.rows(lane, piece.begin, piece.end, names):
-                    number = row[0] // width
-                    windows[number].rows.append(row[fine.KEY_COLUMNS :])
-                    if by_source:
-                        windows[number].sources[row[1]].append(row[fine.KEY_COLUMNS :])
-                    if width > 1:
-                        enveloped[number].append(row)
+                fine_rows.append(Rows.of(axis.rows(lane, piece.begin, piece.end, names), names))
                 continue
-            for row in _rolled(
+            found = _rolled(
                 connection,
                 series.id,
                 lane,
                 piece.level,
                 piece.begin,
                 piece.end,
-                names=names,
+                names=rolled_names,
                 by_source=by_source,
-            ):
-                window = windows[row[0] // width]
-                if row[1] != POOLED:
-                    window.sources[row[1]].append(row[4:])
-                    continue
-                window.rows.append(row[4:])
-                window.widen(row[2], row[3])
-    for number, rows in enveloped.items():
-        windows[number].widen(*envelope(series.instrument, rows, ENVELOPE[series.instrument]))
-    return {number: windows[number] for number in sorted(windows)}
+            )
+            rolled.append(Rows.of(found, rolled_names))
+    pooled = [each.take(each.source == POOLED) if by_source else each for each in rolled]
+    sources = [each.take(each.source != POOLED) for each in rolled] if by_source else []
+    rows = joined([*fine_rows, *pooled], names)
+    numbers = _distinct(rows.position // width)
+    low = high = np.full(len(numbers), np.nan)
+    if enveloped:
+        extremes = joined([_extremes(series, joined(fine_rows, names)), *pooled], EXTREMES)
+        groups = Groups(
+            extremes, np.searchsorted(numbers, extremes.position // width), len(numbers)
+        )
+        low, high = groups.least("low"), groups.greatest("high")
+    of_sources = joined([*fine_rows, *sources] if by_source else [], names)
+    return Windows(width, numbers, rows, of_sources, low, high)
+
+
+def together(parts: Sequence[Windows]) -> Windows:
+    """Windows of ranges that follow one another, none of them in two ranges."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    return Windows(
+        first.width,
+        np.concatenate([part.numbers for part in parts]),
+        joined([part.rows for part in parts], tuple(first.rows.columns)),
+        joined([part.sources for part in parts], tuple(first.sources.columns)),
+        np.concatenate([part.low for part in parts]),
+        np.concatenate([part.high for part in parts]),
+    )
+
+
+def _extremes(series: SeriesRow, rows: Rows) -> Rows:
+    """Of fine rows, each position and its value as the smallest and the largest there."""
+    positions = _distinct(rows.position)
+    groups = Groups(rows, np.searchsorted(positions, rows.position), len(positions))
+    value = groups.values(ENVELOPE[series.instrument])
+    return Rows(positions, np.zeros_like(positions), {"low": value, "high": value})
+
+
+def _distinct(ascending: Ints) -> Ints:
+    return ascending[np.flatnonzero(np.diff(ascending, prepend=ascending[:1] - 1))]
 
 
 def position(value: float | None, unit: int) -> int | None:
@@ -232,15 +273,9 @@ def _rolled(
     names: Sequence[str],
     by_source: bool,
 ) -> Sequence[Row]:
-    """Roll-ups of a level, each as (begin, source, low, high, *partial)."""
+    """Roll-ups of a level, each as (begin, source, *columns)."""
     table = schema.rollups
-    statement = select(
-        table.c.begin,
-        table.c.source_id,
-        table.c.low,
-        table.c.high,
-        *(table.c[name] for name in names),
-    ).where(
+    statement = select(table.c.begin, table.c.source_id, *(table.c[name] for name in names)).where(
         table.c.series_id == series_id,
         table.c.lane == lane,
         table.c.level == level,
@@ -249,4 +284,4 @@ def _rolled(
     )
     if not by_source:
         statement = statement.where(table.c.source_id == POOLED)
-    return connection.execute(statement).all()
+    return fine.fetch(connection, statement)

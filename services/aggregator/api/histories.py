@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query
+from fastapi import APIRouter, HTTPException, Query, Response
+from pydantic_core import to_json
 
 from services.aggregator import history
 from services.aggregator.api import models, parameters
@@ -12,6 +13,7 @@ from services.aggregator.api.pages import following, on_page, read_token, write_
 from services.aggregator.api.problems import documented
 from services.aggregator.api.runs import known_run
 from services.aggregator.api.selection import Selected, select_series
+from services.aggregator.points import Points
 
 MAX_HISTORIES = 200
 """Most histories of one answer: runs times keys."""
@@ -39,7 +41,7 @@ def router(backend: Backend) -> APIRouter:
     @routes.get(
         "/runs/{run}/metrics/{key:path}",
         summary="The history of one metric",
-        response_model_exclude_defaults=True,
+        response_model=models.History,
     )
     def show_history(
         run: str,
@@ -70,7 +72,7 @@ def router(backend: Backend) -> APIRouter:
                 "(only limit may change). Points recorded meanwhile do not shift pages.",
             ),
         ] = None,
-    ) -> models.History:
+    ) -> Response:
         begin, end = parameters.span(since, until, axis=axis)
         with backend.read() as connection:
             (selected,) = select_series(
@@ -104,15 +106,13 @@ def router(backend: Backend) -> APIRouter:
             at = None if page is None else read_token(page, query=named)
             found = history.history(connection, selected.run, selected.series, on_page(query, at))
         after = following(found)
-        return models.History(
-            **_answer(selected, query, found),
-            next_page=None if after is None else write_token(after, query=named),
-        )
+        next_page = None if after is None else write_token(after, query=named)
+        return _respond({**_answer(selected, query, found), "next_page": next_page})
 
     @routes.get(
         "/history",
         summary="The histories of several metrics and runs",
-        response_model_exclude_defaults=True,
+        response_model=models.Histories,
     )
     def show_histories(
         run: Annotated[
@@ -134,7 +134,7 @@ def router(backend: Backend) -> APIRouter:
         attempt: parameters.Attempt = None,
         group_by: parameters.GroupBy = None,
         max_points: MaxPoints = parameters.DEFAULT_POINTS,
-    ) -> models.Histories:
+    ) -> Response:
         """Runs times keys are at most 200, all of one moment of the store. The histories share
         200,000 points: each has at most max_points and its even share."""
         begin, end = parameters.span(since, until, axis=axis)
@@ -160,8 +160,8 @@ def router(backend: Backend) -> APIRouter:
                     attempt=attempt,
                 )
                 found = history.history(connection, each.run, each.series, query)
-                answers.append(models.SeriesHistory(**_answer(each, query, found)))
-        return models.Histories(histories=answers)
+                answers.append(_answer(each, query, found))
+        return _respond({"histories": answers})
 
     return routes
 
@@ -178,12 +178,8 @@ def _counted(names: Sequence[str], keys: Sequence[str]) -> int:
 
 
 def _answer(selected: Selected, query: history.Query, found: history.History) -> dict[str, Any]:
-    """The fields of a SeriesHistory."""
-    by_producer = {
-        producer: [models.Point.of(each) for each in points]
-        for producer, points in found.by_producer.items()
-    }
-    return {
+    """The fields of a models.SeriesHistory."""
+    answer = {
         "run": selected.run.name,
         "key": selected.series.key,
         "instrument": selected.metric.instrument,
@@ -191,6 +187,34 @@ def _answer(selected: Selected, query: history.Query, found: history.History) ->
         "axis": query.axis,
         "reduce": selected.reduction,
         "width": found.width,
-        "points": [models.Point.of(each) for each in found.points],
-        "by_producer": by_producer if query.by_producer else None,
+        "points": _shown(found.points),
     }
+    if query.by_producer:
+        answer["by_producer"] = {
+            producer: _shown(points) for producer, points in found.by_producer.items()
+        }
+    return answer
+
+
+def _shown(points: Points) -> list[dict[str, int | float | None]]:
+    """Points as the JSON of models.Point has them: what has its default is left out."""
+    shown = []
+    for x, value, low, high, nan, pos_inf, neg_inf in zip(*points.columns(), strict=True):
+        fields = {"x": x, "value": value}
+        if low is not None:
+            fields["low"] = low
+        if high is not None:
+            fields["high"] = high
+        if nan:
+            fields["nan"] = nan
+        if pos_inf:
+            fields["pos_inf"] = pos_inf
+        if neg_inf:
+            fields["neg_inf"] = neg_inf
+        shown.append(fields)
+    return shown
+
+
+def _respond(answer: dict[str, Any]) -> Response:
+    # As the response model would write it: a model a point costs more than the query itself.
+    return Response(to_json(answer, inf_nan_mode="null"), media_type="application/json")
