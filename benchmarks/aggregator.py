@@ -221,9 +221,13 @@ def measure_queries(steps: int, *, times: int) -> dict[str, Any]:
         select_ms = statistics.median(bare.select_ms(folder, rows=query.MAX_POINTS, times=times))
         scan_ms = statistics.median(bare.select_ms(folder, rows=steps, times=3))
     found = {kind: _percentiles(asked.ms) for kind, asked in kinds.items()}
-    worst_ms = max(percentiles[95] for percentiles in found.values())
+    # By time the series is a worst case that no run is: its steps came within a minute, so that the
+    # newest buckets of the run's clock hold all of them.
+    by_time = {question for question in found if "time" in question}
+    worst_ms = max(found[question][95] for question in found.keys() - by_time)
     return {
         "query_p95_ms": worst_ms,
+        "query_by_time_p95_ms": max(found[question][95] for question in by_time),
         "query_ratio": worst_ms / select_ms,
         "query_scan_ratio": worst_ms / scan_ms,
         "query": {

@@ -27,7 +27,10 @@ from services.common.config import Network
 
 RUN = "load"
 
-PRODUCERS = 4
+PRODUCERS = 16
+"""Replicas of a fair-sized run. Batches share a commit: fewer producers get fewer deltas through,
+each of them being one batch ahead at most.
+"""
 
 STEPS_PER_S = 4.0
 """More than a real run's: at least so many times a second each producer's rows are new ones."""

@@ -16,7 +16,7 @@ from headrace.v1 import metrics_pb2 as wire
 from services.aggregator.batch import Batch, decode
 from services.aggregator.ingest import Ingest, Receipt
 
-PARTIALS_AT_ONCE = 20_000
+PARTIALS_AT_ONCE = 10_000
 """About how many one transaction takes."""
 
 Outcome = Receipt | Exception
@@ -40,6 +40,11 @@ class GroupCommit:
         self._write = write
         self._waiting: list[_Waiting] = []
         self._writing: asyncio.Task[None] | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether batches wait for the writer, or are written."""
+        return self._writing is not None
 
     async def take(self, request: wire.PushDeltasRequest, *, arrived_s: float) -> Receipt:
         """What became of a batch, once it is committed. Raises BadBatch, and SQLAlchemyError when

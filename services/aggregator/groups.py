@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.aggregator.fine import KEY_COLUMNS
-from services.aggregator.percentiles import percentiles
+from services.aggregator.percentiles import entries, percentiles
 from services.aggregator.reduce import PERCENTILES, Instrument, Reduction
-from services.aggregator.rows import Row
+from services.aggregator.rows import BUCKET, Row, pack
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -132,13 +132,43 @@ class Groups:
 
     def totals(self, name: str = "sum") -> Floats:
         """The sums of the doubles `name`_high and `name`_low, to 1e-15 of their largest part."""
+        high, low = self.sums(name)
+        return high + low
+
+    def sums(self, name: str = "sum") -> tuple[Floats, Floats]:
+        """The same as two doubles, as rows keep them."""
         columns = self.rows.columns
-        found = np.full(self.num, np.nan)
+        high, low = np.full((2, self.num), np.nan)
         if len(self.at):
             begins = _begins(self.at)
-            sums = _sums(columns[f"{name}_high"], columns[f"{name}_low"], begins)
-            found[self.at[begins]] = sums
-        return found
+            groups = self.at[begins]
+            high[groups], low[groups] = _sums(
+                columns[f"{name}_high"], columns[f"{name}_low"], begins
+            )
+        return high, low
+
+    def histograms(self) -> list[bytes | None]:
+        """The histogram of each group, each bucket once; None where its values are equal."""
+        columns = self.rows.columns
+        groups, buckets, counts = entries(
+            self.at, columns["n"], columns["minimum"], columns["histogram"].tolist()
+        )
+        order = np.lexsort((buckets, groups))
+        groups, buckets, counts = groups[order], buckets[order], counts[order]
+        new = (np.diff(groups, prepend=-1) != 0) | (np.diff(buckets, prepend=0) != 0)
+        new[:1] = True
+        begins = np.flatnonzero(new)
+        packed, num_entries = pack(
+            buckets[begins], np.add.reduceat(counts, begins) if len(begins) else counts
+        )
+        of_entries = np.repeat(groups[begins], num_entries)
+        ends = np.searchsorted(of_entries, np.arange(self.num + 1)).tolist()
+        encoded, width = packed.tobytes(), BUCKET.itemsize
+        equal = self.least("minimum") == self.greatest("maximum")
+        return [
+            None if end == begin or same else encoded[begin * width : end * width]
+            for begin, end, same in zip(ends[:-1], ends[1:], equal.tolist(), strict=True)
+        ]
 
     def counts(self, name: str) -> Ints:
         """The exact sums of an integer column; 0 of a group without rows, or of another
@@ -198,7 +228,7 @@ def _begins(at: Ints) -> Ints:
     return np.flatnonzero(np.diff(at, prepend=at[0] - 1))
 
 
-def _sums(high: Floats, low: Floats, begins: Ints) -> Floats:
+def _sums(high: Floats, low: Floats, begins: Ints) -> tuple[Floats, Floats]:
     """The sum of each group: neighbours are added up by Knuth's two-sum until one is left."""
     sizes = np.diff(begins, append=len(high))
     while len(high) > len(sizes):
@@ -214,4 +244,4 @@ def _sums(high: Floats, low: Floats, begins: Ints) -> Floats:
         high[paired] = total
         high, low = high[left], low[left]
         sizes = (sizes + 1) // 2
-    return high + low
+    return high, np.where(np.isfinite(low), low, 0.0)

@@ -33,7 +33,7 @@ from services.aggregator.registry import (
     source_of,
 )
 from services.aggregator.rows import NOT_A_RATIO, NOT_OBSERVED, Row
-from services.aggregator.schema import BUCKET_S, STEP_BLOCK, TIME_BLOCK
+from services.aggregator.schema import BUCKET_S, STEP_BLOCK, TIME_BLOCK, TIME_LANE
 from services.aggregator.store import Store, Writing
 from services.aggregator.table import Table
 from services.aggregator.transaction import Changed
@@ -174,7 +174,7 @@ class Ingest:
         rejected: list[Rejected],
     ) -> tuple[Table, np.ndarray[Any, Any]]:
         """The partials whose keys have a series, and these series; the others are rejected."""
-        ids = np.full(len(keys), REFUSED, np.int64)
+        ids = [REFUSED] * len(keys)
         used, numbers = np.unique(table.key, return_counts=True)
         for index, number in zip(used.tolist(), numbers.tolist(), strict=True):
             key = keys[index]
@@ -187,7 +187,7 @@ class Ingest:
                 rejected.append(replace(found, number=number))
             else:
                 ids[index] = found
-        series_ids = ids[table.key]
+        series_ids = np.array(ids, np.int64)[table.key]
         keep = series_ids != REFUSED
         return table.kept(keep), series_ids[keep]
 
@@ -254,10 +254,23 @@ def _place(
     buckets: np.ndarray[Any, Any],
 ) -> None:
     """Note what rows touch, one of each array's elements a row."""
-    series, lanes = series_ids.tolist(), attempts.tolist()
-    changed.blocks.update(zip(series, lanes, (steps // STEP_BLOCK).tolist(), strict=True))
-    changed.times.update(zip(series, (buckets // TIME_BLOCK).tolist(), strict=True))
-    changed.moments.update(zip(lanes, buckets.tolist(), steps.tolist(), strict=True))
+    changed.moments.update(zip(attempts.tolist(), buckets.tolist(), steps.tolist(), strict=True))
+    _touch(changed, series_ids, attempts, steps // STEP_BLOCK)
+    _touch(changed, series_ids, np.full_like(attempts, TIME_LANE), buckets // TIME_BLOCK)
+
+
+def _touch(
+    changed: Changed,
+    series_ids: np.ndarray[Any, Any],
+    lanes: np.ndarray[Any, Any],
+    blocks: np.ndarray[Any, Any],
+) -> None:
+    left = np.ones(len(series_ids), bool)
+    while left.any():  # once for most batches: they are of one block
+        first = int(np.argmax(left))
+        here = (lanes == lanes[first]) & (blocks == blocks[first])
+        changed.touched[int(lanes[first]), int(blocks[first])].update(series_ids[here].tolist())
+        left &= ~here
 
 
 def _widen(changed: Changed, seen: Mapping[int, Attempt]) -> None:
@@ -308,10 +321,10 @@ def _attempts(
 def _own(run: Run, about: _About) -> Iterable[tuple[str, Instrument, Row]]:
     """What the aggregator measures of batches."""
     gaps = float(sum(run.missing.values()))
-    observed = [1, gaps, gaps, gaps, about.now_s, 0, 0, 0, None]
-    yield "ingest/gaps", "observation", [gaps, 0.0, *NOT_A_RATIO, *observed]
+    observed = (1, gaps, gaps, gaps, about.now_s, 0, 0, 0, None)
+    yield "ingest/gaps", "observation", (gaps, 0.0, *NOT_A_RATIO, *observed)
     counts = {"ingest/deltas": about.accepted, "ingest/duplicates": about.duplicates}
     counts |= {f"ingest/rejected/{reason}": number for reason, number in about.rejected.items()}
     for key, number in counts.items():
         if number:
-            yield key, "count", [float(number), 0.0, *NOT_A_RATIO, *NOT_OBSERVED]
+            yield key, "count", (float(number), 0.0, *NOT_A_RATIO, *NOT_OBSERVED)

@@ -7,6 +7,7 @@ waits_for: nothing. unblocked_by: time. Each piece of work is short: batches wai
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import structlog
@@ -19,8 +20,8 @@ from services.aggregator.store import Store
 EVERY_S = 0.5
 """Pause after all is done."""
 
-BUSY_SHARE = 0.2
-"""Of the time, while there is more to do: batches come first."""
+BUSY_SHARE = 0.02
+"""Of the writer's time, while batches wait for it: they come first."""
 
 AFTER_FAILURE_S = 5.0
 
@@ -29,7 +30,7 @@ ROLLING_S = 0.03
 
 PRUNE_EVERY_S = 60.0
 
-CHECKPOINT_EVERY_S = 5.0
+CHECKPOINT_EVERY_S = 2.0
 
 
 class Maintenance:
@@ -51,30 +52,44 @@ class Maintenance:
         return self._store.clean_up() or more
 
 
-async def keep_checkpointing(store: Store) -> None:
-    """Copy SQLite's log into the database for ever, in a thread that batches do not wait for."""
+async def keep_checkpointing(
+    store: Store, *, write: Callable[[Callable[[], Any]], Awaitable[Any]]
+) -> None:
+    """Copy SQLite's log into the database for ever: most of it in a thread that batches do not wait
+    for, then the rest between two batches, since only an empty log starts over. A long log makes
+    every look-up slow.
+    """
     while True:
         await asyncio.sleep(CHECKPOINT_EVERY_S)
         try:
             await asyncio.to_thread(store.checkpoint)
+            await write(store.checkpoint)
         except SQLAlchemyError as error:
             cause = getattr(error, "orig", None) or error
             structlog.get_logger().error("a checkpoint waits for the store", cause=str(cause))
 
 
 async def keep_working(
-    store: Store, *, write: Callable[[Callable[[], Any]], Awaitable[Any]]
+    store: Store,
+    *,
+    write: Callable[[Callable[[], Any]], Awaitable[Any]],
+    batches_wait: Callable[[], bool],
 ) -> None:
     """Work for ever; a store that fails is tried again. `write` runs in the writer's thread."""
     maintenance = Maintenance(store)
     while True:
         try:
-            begun_s = time.monotonic()
-            more = await write(maintenance.work)
-            worked_s = time.monotonic() - begun_s
-            pause_s = worked_s * (1 / BUSY_SHARE - 1) if more else EVERY_S
+            more, spent_s = await write(partial(_timed, maintenance.work))
+            pause_s = 0.0 if more else EVERY_S
+            if more and batches_wait():
+                pause_s = spent_s * (1 / BUSY_SHARE - 1)
         except SQLAlchemyError as error:
             cause = getattr(error, "orig", None) or error
             structlog.get_logger().error("roll-ups wait for the store", cause=str(cause))
             pause_s = AFTER_FAILURE_S
         await asyncio.sleep(pause_s)
+
+
+def _timed(work: Callable[[], bool]) -> tuple[bool, float]:
+    begun_s = time.monotonic()
+    return work(), time.monotonic() - begun_s

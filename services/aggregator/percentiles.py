@@ -33,7 +33,7 @@ def percentiles(
     a histogram is of equal ones.
     """
     found = np.full(num, np.nan)
-    groups, buckets, counts = _entries(at, n, minimum, histograms)
+    groups, buckets, counts = entries(at, n, minimum, histograms)
     if not len(groups):
         return found
     places = np.where(buckets % 2 == 0, OF_SIGN + (buckets >> 1), -OF_SIGN - (buckets >> 1))
@@ -51,7 +51,7 @@ def percentiles(
     return found
 
 
-def _entries(
+def entries(
     at: NDArray[np.int64],
     n: NDArray[np.int64],
     minimum: NDArray[np.float64],

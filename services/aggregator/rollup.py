@@ -6,17 +6,22 @@ transaction as its rows. A roll-up exists for each source and for all of them to
 has the envelope: the smallest and largest sum, mean or ratio of a step (by time: of 10 s).
 """
 
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy import Connection, delete, select, tuple_
 
 from services.aggregator import fine, schema
-from services.aggregator.reduce import Instrument, Reduction, reduce
+from services.aggregator.groups import INTEGER_NAMES, Groups, Ints, Rows, joined
+from services.aggregator.reduce import Instrument, Reduction
 from services.aggregator.registry import Block, Lane
-from services.aggregator.rows import COLUMN_NAMES, SUM_HIGH, N, Row, pool, to_row
+from services.aggregator.rows import COLUMNS_OF
 from services.aggregator.schema import POOLED, STEP_LEVELS, TIME_LANE, TIME_LEVELS
 from services.aggregator.statements import replace
 from services.aggregator.store import Store
@@ -24,8 +29,8 @@ from services.aggregator.store import Store
 BLOCKS_AT_ONCE = 32
 """Of one transaction: batches wait for it."""
 
-ROLLED = (*COLUMN_NAMES, "low", "high")
-"""The columns of a roll-up beside its primary key."""
+EXTREMES = ("low", "high")
+"""The envelope's columns."""
 
 ENVELOPE: dict[Instrument, Reduction] = {"count": "sum", "observation": "mean", "ratio": "ratio"}
 """The reduction whose extremes are kept."""
@@ -80,37 +85,27 @@ def roll_up(connection: Connection, blocks: Sequence[Block]) -> None:
     if not blocks:
         return
     series = _series(connection, {series_id for series_id, _, _ in blocks})
-    rows: list[tuple[Any, ...]] = []
-    parents: defaultdict[int, set[tuple[int, int, int]]] = defaultdict(set)
-    for series_id, lane, block in blocks:
-        if series_id not in series:  # of a run that was deleted
-            continue
-        run_id, instrument = series[series_id]
-        by_time = lane == TIME_LANE
+    alike: defaultdict[tuple[bool, Instrument], list[Block]] = defaultdict(list)
+    for block in blocks:
+        if block[0] in series:  # else of a run that was deleted
+            alike[block[1] == TIME_LANE, series[block[0]][1]].append(block)
+    for (by_time, instrument), held in sorted(alike.items()):
         levels = TIME_LEVELS if by_time else STEP_LEVELS
         size = schema.TIME_BLOCK if by_time else schema.STEP_BLOCK
-        begin, end = block * size, (block + 1) * size
-        if by_time:
-            found = fine.by_bucket(connection, run_id, series_id, begin, end, names=COLUMN_NAMES)
-        else:
-            found = fine.by_step(connection, series_id, lane, begin, end, names=COLUMN_NAMES)
-        for level in (each for each in levels if each <= size):
-            rows.extend(
-                (series_id, lane, level, *rest) for rest in _of_fine(instrument, found, level)
-            )
-        for level in (each for each in levels if each > size):
-            parents[level].add((series_id, lane, begin // level))
-    replace(connection, schema.rollups, sorted(rows), names=ROLLED)
-    for level in sorted(parents):
-        made = [
-            (series_id, lane, level, *rest)
-            for series_id, lane, number in sorted(parents[level])
-            for rest in _of_level(connection, series_id, lane, level, number, series[series_id][1])
-        ]
-        replace(connection, schema.rollups, made, names=ROLLED)
+        names = (*COLUMNS_OF[instrument], *EXTREMES)
+        parts = [_fine(connection, block, series[block[0]][0], size, instrument) for block in held]
+        parts = [_with_extremes(part, instrument) for part in parts]
+        owners = [(series_id, lane) for series_id, lane, _ in held]
+        for level in levels:
+            if level > size:
+                wider = sorted({(s, lane, block * size // level) for s, lane, block in held})
+                parts = [_rolled(connection, *each, levels, level, names) for each in wider]
+                owners = [(series_id, lane) for series_id, lane, _ in wider]
+            parts = _merged(parts, level, instrument)
+            _write(connection, owners, parts, level, names)
     table = schema.stale
-    names = tuple_(table.c.series_id, table.c.lane, table.c.block)
-    connection.execute(delete(table).where(names.in_(blocks)))
+    stale = tuple_(table.c.series_id, table.c.lane, table.c.block)
+    connection.execute(delete(table).where(stale.in_(blocks)))
 
 
 def _series(connection: Connection, ids: Iterable[int]) -> dict[int, tuple[int, Instrument]]:
@@ -122,91 +117,115 @@ def _series(connection: Connection, ids: Iterable[int]) -> dict[int, tuple[int, 
     return {series_id: (run_id, instrument) for series_id, run_id, instrument in rows}
 
 
-def _of_fine(
-    instrument: Instrument, rows: Sequence[Sequence[Any]], level: int
-) -> Iterator[tuple[Any, ...]]:
-    """The roll-ups of a level from fine rows: (source, begin, *partial, low, high)."""
-    windows: defaultdict[int, list[Sequence[Any]]] = defaultdict(list)
-    for row in rows:
-        windows[row[0] // level].append(row)
-    for number, held in windows.items():
-        begin = number * level
-        sources: defaultdict[int, list[Sequence[Any]]] = defaultdict(list)
-        for row in held:
-            sources[row[1]].append(row)
-        pooled = _made(instrument, begin, held)
-        yield (POOLED, *pooled)
-        if len(sources) == 1:
-            yield (held[0][1], *pooled)
-            continue
-        for source_id, own in sources.items():
-            yield (source_id, *_made(instrument, begin, own))
+def _fine(
+    connection: Connection, block: Block, run_id: int, size: int, instrument: Instrument
+) -> Rows:
+    """The fine rows of a block."""
+    series_id, lane, number = block
+    names, begin, end = COLUMNS_OF[instrument], number * size, (number + 1) * size
+    if lane == TIME_LANE:
+        return Rows.of(
+            fine.by_bucket(connection, run_id, series_id, begin, end, names=names), names
+        )
+    return Rows.of(fine.by_step(connection, series_id, lane, begin, end, names=names), names)
 
 
-def _made(instrument: Instrument, begin: int, rows: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    partial = pool(instrument, [row[fine.KEY_COLUMNS :] for row in rows])
-    return (begin, *to_row(partial), *envelope(instrument, rows, ENVELOPE[instrument]))
-
-
-def envelope(
-    instrument: Instrument,
-    rows: Iterable[Sequence[Any]],
-    reduction: Reduction,
-    *,
-    seconds: float | None = None,
-) -> tuple[float | None, float | None]:
-    """The smallest and largest value of the positions of fine rows; None without one."""
-    positions: defaultdict[int, list[Sequence[Any]]] = defaultdict(list)
-    for row in rows:
-        positions[row[0]].append(row[fine.KEY_COLUMNS :])
-    values = [
-        value
-        for held in positions.values()
-        if (value := _value(instrument, held, reduction, seconds)) is not None
-    ]
-    return min(values, default=None), max(values, default=None)
-
-
-def _value(
-    instrument: Instrument,
-    rows: Sequence[Sequence[Any]],
-    reduction: Reduction,
-    seconds: float | None,
-) -> float | None:
-    if len(rows) == 1 and reduction == "mean":
-        # By far the most frequent case: one value a step.
-        n: int = rows[0][N]
-        return rows[0][SUM_HIGH] / n if n else None
-    return reduce(pool(instrument, rows), reduction, seconds=seconds)
-
-
-def _of_level(
+def _rolled(
     connection: Connection,
     series_id: int,
     lane: int,
-    level: int,
     number: int,
-    instrument: Instrument,
-) -> Iterator[tuple[Any, ...]]:
-    """A roll-up of a level from those of the one below, for each source."""
-    levels = TIME_LEVELS if lane == TIME_LANE else STEP_LEVELS
-    below = levels[levels.index(level) - 1]
+    levels: tuple[int, ...],
+    level: int,
+    names: tuple[str, ...],
+) -> Rows:
+    """The roll-ups of the level below that a roll-up of `level` is made of."""
     table = schema.rollups
-    columns = [table.c[name] for name in COLUMN_NAMES]
-    found = connection.execute(
-        select(table.c.source_id, table.c.low, table.c.high, *columns).where(
-            table.c.series_id == series_id,
-            table.c.lane == lane,
-            table.c.level == below,
-            table.c.begin >= number * level,
-            table.c.begin < (number + 1) * level,
-        )
+    statement = select(table.c.begin, table.c.source_id, *(table.c[name] for name in names)).where(
+        table.c.series_id == series_id,
+        table.c.lane == lane,
+        table.c.level == levels[levels.index(level) - 1],
+        table.c.begin >= number * level,
+        table.c.begin < (number + 1) * level,
     )
-    sources: defaultdict[int, list[Row]] = defaultdict(list)
-    for row in found:
-        sources[row[0]].append(row)
-    for source_id, rows in sources.items():
-        partial = pool(instrument, [row[3:] for row in rows])
-        low = min((row[1] for row in rows if row[1] is not None), default=None)
-        high = max((row[2] for row in rows if row[2] is not None), default=None)
-        yield (source_id, number * level, *to_row(partial), low, high)
+    return Rows.of(fine.fetch(connection, statement), names)
+
+
+def _with_extremes(rows: Rows, instrument: Instrument) -> Rows:
+    """The value of each source and of all of them at each position, as an envelope of one."""
+    pooled = Rows(rows.position, np.full_like(rows.source, POOLED), rows.columns)
+    both = joined([rows, pooled], COLUMNS_OF[instrument])
+    groups, order = _grouped(both, both.position, np.zeros_like(both.position))
+    values = groups.values(ENVELOPE[instrument])[groups.at]
+    back = np.empty_like(values)
+    back[order] = values
+    return Rows(both.position, both.source, {**both.columns, "low": back, "high": back})
+
+
+def _grouped(rows: Rows, window: Ints, owner: Ints) -> tuple[Groups, Ints]:
+    """Rows by owner, source and window; and the order that they were put in."""
+    order = np.lexsort((window, rows.source, owner))
+    keys = (owner[order], rows.source[order], window[order])
+    new = np.logical_or.reduce([np.diff(key, prepend=key[:1] - 1) != 0 for key in keys])
+    return Groups(rows.take(order), np.cumsum(new) - 1, int(np.count_nonzero(new))), order
+
+
+def _merged(parts: Sequence[Rows], level: int, instrument: Instrument) -> list[Rows]:
+    """Of each part, its rows added up over windows of `level` positions, for each source."""
+    names = (*COLUMNS_OF[instrument], *EXTREMES)
+    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    rows = Rows(
+        np.concatenate([part.position for part in parts]),
+        np.concatenate([part.source for part in parts]),
+        {name: np.concatenate([part.columns[name] for part in parts]) for name in names},
+    )
+    groups, order = _grouped(rows, rows.position // level, owner)
+    first = np.flatnonzero(np.diff(groups.at, prepend=-1))
+    columns: dict[str, NDArray[Any]] = {}
+    columns["sum_high"], columns["sum_low"] = groups.sums()
+    if instrument == "ratio":
+        columns["denominator_high"], columns["denominator_low"] = groups.sums("denominator")
+    if instrument == "observation":
+        for name in INTEGER_NAMES:
+            columns[name] = groups.counts(name)
+        columns["minimum"], columns["maximum"] = groups.least("minimum"), groups.greatest("maximum")
+        lasts = groups.lasts()
+        for name in ("last", "last_at_s"):
+            columns[name] = np.full(groups.num, np.nan)
+            columns[name][lasts.at] = lasts.rows.columns[name]
+        columns["histogram"] = np.empty(groups.num, object)
+        columns["histogram"][:] = groups.histograms()
+    columns["low"], columns["high"] = groups.least("low"), groups.greatest("high")
+    made = Rows(groups.rows.position[first] // level * level, groups.rows.source[first], columns)
+    ends = np.searchsorted(owner[order][first], np.arange(len(parts) + 1))
+    return [made.take(np.arange(begin, end)) for begin, end in itertools.pairwise(ends.tolist())]
+
+
+def _write(
+    connection: Connection,
+    owners: Sequence[tuple[int, int]],
+    parts: Sequence[Rows],
+    level: int,
+    names: tuple[str, ...],
+) -> None:
+    rows = [
+        (series_id, lane, level, source, begin, *values)
+        for (series_id, lane), part in zip(owners, parts, strict=True)
+        for source, begin, *values in zip(
+            part.source.tolist(),
+            part.position.tolist(),
+            *(_stored(part.columns[name]) for name in names),
+            strict=True,
+        )
+    ]
+    replace(connection, schema.rollups, sorted(rows, key=itemgetter(slice(5))), names=names)
+
+
+def _stored(column: NDArray[Any]) -> list[Any]:
+    """As the database keeps it: what is absent is NULL."""
+    if column.dtype == np.float64 and np.isnan(column).any():
+        absent = np.isnan(column)
+        column = column.astype(object)
+        column[absent] = None
+    found: list[Any] = column.tolist()
+    return found

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.aggregator import reduce, schema
 from services.aggregator.histogram import Histogram
@@ -24,23 +25,33 @@ COLUMN_NAMES = tuple(c.name for c in schema.partials.columns if not c.primary_ke
 SCALAR_NAMES = COLUMN_NAMES[:-1]
 """Enough for every reduction but percentiles: without the histogram."""
 
-Row = Sequence[Any]
+Row = tuple[Any, ...]
 
 SUM_HIGH, SUM_LOW, DENOMINATOR_HIGH, DENOMINATOR_LOW, N, MINIMUM, MAXIMUM = range(7)
 LAST, LAST_AT_S, NUM_NAN, NUM_POS_INF, NUM_NEG_INF, HISTOGRAM = range(7, 13)
+
+COLUMNS_OF: dict[Instrument, tuple[str, ...]] = {
+    "count": COLUMN_NAMES[:DENOMINATOR_HIGH],
+    "ratio": COLUMN_NAMES[:N],
+    "observation": (*COLUMN_NAMES[:DENOMINATOR_HIGH], *COLUMN_NAMES[N:]),
+}
+"""What an instrument fills."""
 
 NOT_A_RATIO = (None, None)
 NOT_OBSERVED = (None,) * 9
 """Columns that other instruments leave empty."""
 
-BUCKET = np.dtype([("bucket", "<i4"), ("count", "<u8")])
+BUCKET = np.dtype([("bucket", "<i4"), ("count", "<u4")])
 """A bucket of a histogram, by its number on the wire (metrics.proto), and its number of values."""
+
+MAX_COUNT = 2**32 - 1
+"""Of one entry; a bucket of more values has several."""
 
 COMPACT_BYTES = 2048
 """A histogram that has grown beyond this is made anew, with each bucket once."""
 
 
-def added(row: Row, other: Row) -> list[Any]:
+def added(row: Row, other: Row) -> tuple[Any, ...]:
     """The row of both, which are of the same instrument. Commutative and associative: exactly for
     integers, to 1e-12 relative for sums, which are kept in two doubles.
     """
@@ -50,7 +61,7 @@ def added(row: Row, other: Row) -> list[Any]:
         _add_sum(mine, other, DENOMINATOR_HIGH)
     elif mine[N] is not None:
         _add_observation(mine, other)
-    return mine
+    return tuple(mine)
 
 
 def _add_sum(mine: list[Any], other: Row, column: int) -> None:
@@ -83,26 +94,45 @@ def _add_observation(mine: list[Any], other: Row) -> None:
         mine[LAST], mine[LAST_AT_S] = other[LAST], other[LAST_AT_S]
 
 
-def _of_equal(row: Row) -> bytes:
+def _of_equal(row: Sequence[Any]) -> bytes:
     """The histogram of a row of equal values: stored without one, since it follows."""
     value, n = row[MINIMUM], row[N]
     bucket = ZERO_BUCKET if value == 0 else 2 * bucket_of(value) + (value < 0)
-    return _ONE.pack(bucket, n)
+    if n <= MAX_COUNT:
+        return _ONE.pack(bucket, n)
+    packed, _ = pack(np.array([bucket]), np.array([n]))
+    return packed.tobytes()
 
 
-_ONE = struct.Struct("<iQ")
+_ONE = struct.Struct("<iI")
+
+
+def pack(
+    buckets: NDArray[np.int64], counts: NDArray[np.int64]
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Entries of BUCKET, and how many of them each bucket has: one, but for more than MAX_COUNT
+    values.
+    """
+    entries = np.maximum(1, -(-counts // MAX_COUNT))
+    packed = np.full(int(entries.sum()), MAX_COUNT, BUCKET)
+    packed["bucket"] = np.repeat(buckets, entries)
+    packed["count"][np.cumsum(entries) - 1] = counts - (entries - 1) * MAX_COUNT
+    return packed, entries
 
 
 def _compact(histogram: bytes) -> bytes:
-    return _encode(_decode((histogram,)))
+    return encode(_decode((histogram,)))
 
 
-def _encode(histogram: Histogram) -> bytes:
+def encode(histogram: Histogram) -> bytes:
+    """The histogram as it is stored."""
     found = {2 * index: n for index, n in histogram.positive.items()}
     found.update((2 * index + 1, n) for index, n in histogram.negative.items())
     if histogram.zeros:
         found[ZERO_BUCKET] = histogram.zeros
-    return np.array(list(found.items()), BUCKET).tobytes()
+    buckets, counts = np.array([*found.items()], np.int64).reshape(-1, 2).T
+    packed, _ = pack(buckets, counts)
+    return packed.tobytes()
 
 
 def _decode(encoded: Iterable[bytes]) -> Histogram:
@@ -117,30 +147,6 @@ def _decode(encoded: Iterable[bytes]) -> Histogram:
             buckets = negative if bucket & 1 else positive
             buckets[bucket >> 1] = buckets.get(bucket >> 1, 0) + n
     return Histogram(positive, negative, zeros)
-
-
-def to_row(partial: reduce.Partial) -> tuple[Any, ...]:
-    """The row of a partial that was pooled."""
-    if isinstance(partial, reduce.Count):
-        return (partial.sum.high, partial.sum.low, *NOT_A_RATIO, *NOT_OBSERVED)
-    if isinstance(partial, reduce.Ratio):
-        over, under = partial.numerator, partial.denominator
-        return (over.high, over.low, under.high, under.low, *NOT_OBSERVED)
-    equal = partial.minimum == partial.maximum
-    return (
-        partial.sum.high,
-        partial.sum.low,
-        *NOT_A_RATIO,
-        partial.n,
-        partial.minimum,
-        partial.maximum,
-        partial.last,
-        partial.last_at_s if partial.n else None,
-        partial.num_nan,
-        partial.num_pos_inf,
-        partial.num_neg_inf,
-        None if equal else _encode(partial.histogram),
-    )
 
 
 def pool(instrument: Instrument, rows: Sequence[Row]) -> reduce.Partial:

@@ -60,8 +60,8 @@ SQLITE_PAGE_BYTES = 2048
 SQLITE_CACHE_KIB = 65_536
 """Pages kept in memory by each connection."""
 
-SQLITE_LOG_PAGES = 65_536
-"""Pages in the write-ahead log (128 MiB) from which a commit copies them itself; long before, the
+SQLITE_LOG_PAGES = 262_144
+"""Pages in the write-ahead log (512 MiB) from which a commit copies them itself; long before, the
 maintenance does, beside the writer.
 """
 

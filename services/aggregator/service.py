@@ -159,13 +159,19 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
             ),
             name="sweeping",
         )
-        working = asyncio.create_task(
-            maintenance.keep_working(store, write=backend.write), name="maintenance"
-        )
-        copying = asyncio.create_task(maintenance.keep_checkpointing(store), name="checkpoints")
-        stack.push_async_callback(lifecycle.cancel, sweeping, working, copying)
         ingest = Ingest(store, catalogue=catalogue, producer=state.producer)
-        servicer = Metrics(GroupCommit(ingest, write=backend.write), backend.intake)
+        batches = GroupCommit(ingest, write=backend.write)
+        working = asyncio.create_task(
+            maintenance.keep_working(
+                store, write=backend.write, batches_wait=lambda: batches.is_wanted
+            ),
+            name="maintenance",
+        )
+        copying = asyncio.create_task(
+            maintenance.keep_checkpointing(store, write=backend.write), name="checkpoints"
+        )
+        stack.push_async_callback(lifecycle.cancel, sweeping, working, copying)
+        servicer = Metrics(batches, backend.intake)
         served = await grpc_kit.serve(
             network,
             state,

@@ -12,7 +12,7 @@ import numpy as np
 from headrace.v1 import metrics_pb2 as wire
 
 from services.aggregator.reduce import Instrument
-from services.aggregator.rows import BUCKET, NOT_A_RATIO, NOT_OBSERVED, Row
+from services.aggregator.rows import BUCKET, MAX_COUNT, NOT_A_RATIO, NOT_OBSERVED, Row
 from services.common.columns import DOUBLE, INT32, UINT32, UINT64
 
 MAX_INTEGER = 2**62
@@ -150,9 +150,10 @@ def observations(message: wire.ObservationColumns) -> Table:
     num_buckets = int(sizes.sum())
     packed = np.empty(num_buckets, BUCKET)
     packed["bucket"] = _column(message.buckets, INT32, num_buckets, "observations.buckets")
-    packed["count"] = _column(
-        message.bucket_counts, UINT64, num_buckets, "observations.bucket_counts"
-    )
+    in_bucket = _column(message.bucket_counts, UINT64, num_buckets, "observations.bucket_counts")
+    if num_buckets and int(in_bucket.max()) > MAX_COUNT:
+        raise BadColumns(f"observations.bucket_counts: {in_bucket.max()} values in one bucket")
+    packed["count"] = in_bucket
     ends = np.cumsum(sizes)
     held = np.concatenate(([0.0], np.cumsum(packed["count"], dtype=np.float64)))
     table.columns["held"] = held[ends] - held[ends - sizes]

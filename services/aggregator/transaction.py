@@ -17,8 +17,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from services.aggregator import schema
 from services.aggregator.batch import GroupEvent
+from services.aggregator.reduce import Instrument
 from services.aggregator.registry import Attempt, Block, Place, Run
-from services.aggregator.rows import COLUMN_NAMES, DENOMINATOR_HIGH, N, Row, added
+from services.aggregator.rows import COLUMN_NAMES, COLUMNS_OF, DENOMINATOR_HIGH, N, Row, added
 from services.aggregator.statements import insert_new, replace, widen
 
 CLOCK_KEPT = 10_000
@@ -34,10 +35,10 @@ class Changed:
     """What a transaction writes of one run."""
 
     rows: dict[Place, Row] = field(default_factory=dict)
-    blocks: set[Block] = field(default_factory=set)
-    """(series, attempt, block of steps) of these rows."""
-    times: set[tuple[int, int]] = field(default_factory=set)
-    """(series, block of buckets)."""
+    touched: defaultdict[tuple[int, int], set[int]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
+    """By (lane, block), the series of these rows."""
     moments: set[tuple[int, int, int]] = field(default_factory=set)
     """(attempt, bucket, step)."""
     attempts: dict[int, Attempt] = field(default_factory=dict)
@@ -163,7 +164,7 @@ class Transaction:
         blocks = {}
         for run, each in changed:
             self._write_rows(each.rows)
-            blocks[run.id] = _blocks(each.blocks)
+            blocks[run.id] = _blocks(each.touched)
         self._mark_stale(changed)
         self._write_clock(changed)
         for run, each in changed:
@@ -179,30 +180,33 @@ class Transaction:
             self._connection.execute(insert(schema.changes), rows)
 
     def _write_rows(self, rows: dict[Place, Row]) -> None:
-        counts, ratios, observations = [], [], []
+        counts: list[tuple[Any, ...]] = []
+        ratios: list[tuple[Any, ...]] = []
+        observations: list[tuple[Any, ...]] = []
         for place, row in sorted(rows.items()):
             if row[N] is not None:
-                observations.append((*place, *row[:DENOMINATOR_HIGH], *row[N:]))
+                observations.append(place + row[:DENOMINATOR_HIGH] + row[N:])
             elif row[DENOMINATOR_HIGH] is not None:
-                ratios.append((*place, *row[:N]))
+                ratios.append(place + row[:N])
             else:
-                counts.append((*place, *row[:DENOMINATOR_HIGH]))
-        table = schema.partials
-        sums, denominators, observed = (
-            COLUMN_NAMES[:DENOMINATOR_HIGH],
-            COLUMN_NAMES[DENOMINATOR_HIGH:N],
-            COLUMN_NAMES[N:],
+                counts.append(place + row[:DENOMINATOR_HIGH])
+        found: tuple[tuple[Instrument, list[tuple[Any, ...]]], ...] = (
+            ("count", counts),
+            ("ratio", ratios),
+            ("observation", observations),
         )
         # Without the columns that an instrument leaves empty: there are many rows.
-        replace(self._connection, table, counts, names=sums)
-        replace(self._connection, table, ratios, names=(*sums, *denominators))
-        replace(self._connection, table, observations, names=(*sums, *observed))
+        for instrument, written in found:
+            names = COLUMNS_OF[instrument]
+            replace(self._connection, schema.partials, written, names=names)
 
     def _mark_stale(self, changed: Sequence[tuple[Run, Changed]]) -> None:
         new: list[Block] = []
         for run, each in changed:
-            marks = each.blocks | {
-                (series, schema.TIME_LANE, block) for series, block in each.times
+            marks = {
+                (series_id, lane, block)
+                for (lane, block), series in each.touched.items()
+                for series_id in series
             }
             unmarked = marks - run.stale
             run.stale |= unmarked
@@ -313,12 +317,15 @@ def rise(connection: Connection, name: str) -> int:
     return value
 
 
-def _blocks(blocks: Iterable[Block]) -> str:
+def _blocks(touched: Mapping[tuple[int, int], set[int]]) -> str:
     """Blocks of steps as schema.changes keeps them."""
-    found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    for series_id, attempt, block in blocks:
-        found[attempt, block].append(series_id)
-    return json.dumps([[*block, sorted(series)] for block, series in sorted(found.items())])
+    return json.dumps(
+        [
+            [*place, sorted(series)]
+            for place, series in sorted(touched.items())
+            if place[0] != schema.TIME_LANE
+        ]
+    )
 
 
 @contextmanager

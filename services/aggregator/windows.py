@@ -15,7 +15,7 @@ from services.aggregator import fine, schema
 from services.aggregator.cover import FINE, cover
 from services.aggregator.groups import Floats, Groups, Ints, Rows, joined
 from services.aggregator.lines import Segment
-from services.aggregator.rollup import ENVELOPE
+from services.aggregator.rollup import ENVELOPE, EXTREMES
 from services.aggregator.rows import Row
 from services.aggregator.schema import BUCKET_S, POOLED, STEP_LEVELS, TIME_LANE, TIME_LEVELS
 from services.aggregator.series import RunRow, SeriesRow
@@ -45,9 +45,6 @@ class Windows:
         """Rows, ascending, by the window that they are in."""
         at = np.searchsorted(self.numbers, rows.position // self.width)
         return Groups(rows, at, len(self.numbers))
-
-
-EXTREMES = ("low", "high")
 
 
 class Axis:

@@ -390,4 +390,4 @@ def _is_text(key: object) -> bool:
 
 def _is_number(value: object) -> bool:
     """Whether it can be sent as an attempt or a step."""
-    return isinstance(value, (int, np.integer)) and 0 <= value < STEPS_END
+    return isinstance(value, (int, np.integer)) and 0 <= int(value) < STEPS_END

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from headrace.v1 import metrics_pb2 as wire
 
+from services.aggregator import reduce
 from services.aggregator.batch import Batch, decode
 from services.aggregator.ingest import Ingest, Receipt
 from services.aggregator.reduce import Instrument
-from services.aggregator.rows import Row
+from services.aggregator.rows import NOT_A_RATIO, NOT_OBSERVED, Row, encode
 from services.common.columns import DOUBLE, INT32, UINT32, UINT64, Item, write
 from services.common.partials import Count, Observation, Partial, Ratio
 
@@ -103,6 +104,30 @@ def deltas(batch: Batch) -> list[Delta]:
             strict=True,
         )
     ]
+
+
+def to_row(partial: reduce.Partial) -> Row:
+    """The row of a partial that was pooled: what a writer would have stored."""
+    if isinstance(partial, reduce.Count):
+        return (partial.sum.high, partial.sum.low, *NOT_A_RATIO, *NOT_OBSERVED)
+    if isinstance(partial, reduce.Ratio):
+        over, under = partial.numerator, partial.denominator
+        return (over.high, over.low, under.high, under.low, *NOT_OBSERVED)
+    equal = partial.minimum == partial.maximum
+    return (
+        partial.sum.high,
+        partial.sum.low,
+        *NOT_A_RATIO,
+        partial.n,
+        partial.minimum,
+        partial.maximum,
+        partial.last,
+        partial.last_at_s if partial.n else None,
+        partial.num_nan,
+        partial.num_pos_inf,
+        partial.num_neg_inf,
+        None if equal else encode(partial.histogram),
+    )
 
 
 class Producer:

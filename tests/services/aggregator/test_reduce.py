@@ -20,7 +20,7 @@ from services.aggregator.reduce import (
     Sum,
     reduce,
 )
-from services.aggregator.rows import pool, to_row
+from services.aggregator.rows import pool
 from tests.services.aggregator.making import (
     INF,
     NAN,
@@ -30,6 +30,7 @@ from tests.services.aggregator.making import (
     deltas,
     observed,
     ratio,
+    to_row,
 )
 
 numbers = st.floats(-1e6, 1e6)

@@ -15,10 +15,17 @@ from services.aggregator.rows import (
     Row,
     added,
     pool,
-    to_row,
 )
 from services.common import partials
-from tests.services.aggregator.making import Build, Producer, count, deltas, observed, ratio
+from tests.services.aggregator.making import (
+    Build,
+    Producer,
+    count,
+    deltas,
+    observed,
+    ratio,
+    to_row,
+)
 
 numbers = st.floats(-1e9, 1e9)
 any_number = st.floats(allow_nan=True, allow_infinity=True, width=32)
@@ -118,6 +125,27 @@ def test_equal_values_need_no_histogram() -> None:
 def test_rows_without_histograms_have_all_but_percentiles() -> None:
     row = row_of(observed([1.0, 3.0]))[1][: len(SCALAR_NAMES)]
     assert reduce(pool("observation", [row, row]), "mean") == 2.0
+
+
+def test_a_bucket_of_very_many_values_keeps_them_all() -> None:
+    partial = partials.Observation()
+    partial.add(1.0, 0.0)
+    partial.add(3.0, 0.0)
+    _, row = row_of(partial)
+    for _ in range(33):
+        row = added(row, row)
+    pooled = pool("observation", [row])
+    assert isinstance(pooled, Observation)
+    assert pooled.n == pooled.histogram.n == 2**34
+    again = pool("observation", [to_row(pooled)])
+    assert isinstance(again, Observation)
+    assert again.histogram == pooled.histogram
+    _, equal = row_of(observed([2.0]))
+    for _ in range(33):
+        equal = added(equal, equal)
+    both = pool("observation", [added(equal, row)])
+    assert isinstance(both, Observation)
+    assert both.histogram.n == 2**33 + 2**34
 
 
 def test_a_histogram_that_is_added_to_for_long_stays_small() -> None:
