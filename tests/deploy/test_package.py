@@ -18,6 +18,10 @@ ALSO = {"trainer": ["services.launcher.tiny_model"]}
 """Modules that an image runs beside its service: the model of the demo."""
 
 
+COMMANDS = ("services.launcher.cli", "services.launcher.cli_asking")
+"""Modules of commands: what a command needs it imports inside."""
+
+
 def normalise(name: str) -> str:
     """The form in which package names are compared (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -64,7 +68,7 @@ def test_the_lock_file_is_enough(service: str) -> None:
         if module in seen or file is None:
             continue
         seen.add(module)
-        for name in imports(file, lazy=module != "services.launcher.cli"):
+        for name in imports(file, lazy=module not in COMMANDS):
             top = name.split(".")[0]
             if top == "services":
                 todo.append(name)
