@@ -15,11 +15,11 @@ from services.aggregator.retention import DAY_S
 from services.aggregator.store import Store
 from services.common.errors import UserError
 from services.launcher.errors import RunFailed
-from tests.services.aggregator.conftest import backend, database, ingest, store  # noqa: F401
+from tests.services.aggregator.conftest import backend, database, ingest, store
 from tests.services.aggregator.making import Producer, observed
 from tests.services.launcher.serving import headrace, on_a_terminal, serve
 
-__all__ = ["backend", "ingest", "store"]
+__all__ = ["backend", "database", "ingest", "store"]
 
 LONG = "a-run-whose-name-is-as-long-as-names-may-be-52-bytes"
 
