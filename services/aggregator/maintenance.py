@@ -23,6 +23,9 @@ EVERY_S = 0.5
 BUSY_SHARE = 0.02
 """Of the writer's time, while batches wait for it: they come first."""
 
+QUIET_S = 0.1
+"""Without a batch that waits for so long, there is none for now."""
+
 AFTER_FAILURE_S = 5.0
 
 ROLLING_S = 0.03
@@ -80,14 +83,28 @@ async def keep_working(
     while True:
         try:
             more, spent_s = await write(partial(_timed, maintenance.work))
-            pause_s = 0.0 if more else EVERY_S
             if more and batches_wait():
-                pause_s = spent_s * (1 / BUSY_SHARE - 1)
+                await _quiet(batches_wait, at_most_s=spent_s * (1 / BUSY_SHARE - 1))
+            pause_s = 0.0 if more else EVERY_S
         except SQLAlchemyError as error:
             cause = getattr(error, "orig", None) or error
             structlog.get_logger().error("roll-ups wait for the store", cause=str(cause))
             pause_s = AFTER_FAILURE_S
         await asyncio.sleep(pause_s)
+
+
+async def _quiet(batches_wait: Callable[[], bool], *, at_most_s: float) -> None:
+    """Wait until no batch has waited for a while."""
+    give_up_s = time.monotonic() + at_most_s
+    quiet_since_s = None
+    while (now_s := time.monotonic()) < give_up_s:
+        if batches_wait():
+            quiet_since_s = None
+        elif quiet_since_s is None:
+            quiet_since_s = now_s
+        if quiet_since_s is not None and now_s - quiet_since_s >= QUIET_S:
+            return
+        await asyncio.sleep(QUIET_S / 5)
 
 
 def _timed(work: Callable[[], bool]) -> tuple[bool, float]:
