@@ -11,7 +11,7 @@ from sqlalchemy import Connection, delete, func, select, update
 
 from services.aggregator import fine, schema
 from services.aggregator.schema import STEP_BLOCK
-from services.aggregator.series import RunRow, SeriesRow
+from services.aggregator.series import RunRow, SeriesRow, all_series
 
 KEPT_S = 600.0
 """How long commits are listed."""
@@ -47,7 +47,7 @@ def changed_since(connection: Connection, run: RunRow, revision: int) -> Changes
     """What commits after a revision have touched of a run; with 0, everything that it has."""
     names = schema.counters.c
     counters = {row.name: row.value for row in connection.execute(select(names.name, names.value))}
-    known = {series.id: series for series in _series(connection, run)}
+    known = {series.id: series for series in all_series(connection, run)}
     if revision <= 0 or revision < counters["pruned"] or revision > counters["revision"]:
         return Changes(counters["revision"], _everything(connection, run, known))
     table = schema.changes
@@ -78,14 +78,6 @@ def prune(connection: Connection, *, now_s: float) -> None:
         .where(counters.c.name == "pruned", counters.c.value < newest)
         .values(value=newest)
     )
-
-
-def _series(connection: Connection, run: RunRow) -> list[SeriesRow]:
-    table = schema.series
-    rows = connection.execute(
-        select(table.c.id, table.c.key, table.c.instrument).where(table.c.run_id == run.id)
-    )
-    return [SeriesRow(*row) for row in rows]
 
 
 def _everything(

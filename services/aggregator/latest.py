@@ -15,7 +15,7 @@ from services.aggregator.metric import Catalogue, Metric
 from services.aggregator.patterns import Pattern
 from services.aggregator.reduce import Partial, reduce
 from services.aggregator.rows import SCALAR_NAMES, Row, pool
-from services.aggregator.series import RunRow, SeriesRow
+from services.aggregator.series import RunRow, SeriesRow, all_series
 
 KEYS_PER_SELECT = 500
 """Steps looked up by one statement."""
@@ -51,7 +51,9 @@ def latest(
     match: Pattern | None = None,
 ) -> list[Latest]:
     """Every series of a run whose key `match` finds, by key."""
-    found = _series(connection, run, match)
+    found = [
+        each for each in all_series(connection, run) if match is None or match.search(each.key)
+    ]
     metrics = {each.id: catalogue.metric(each.key, instrument=each.instrument) for each in found}
     heads = _heads(connection, run, found)
     newest = max((head.step for head in heads.values()), default=0)
@@ -72,7 +74,7 @@ def latest(
                     heads[series.id] = ended[series.id]
     partials = _at(connection, heads.values())
     answer = []
-    for series in sorted(found, key=lambda each: each.key):
+    for series in found:
         metric, head = metrics[series.id], heads.get(series.id)
         newest_point = None
         if head is not None and metric.default == "sum_last":
@@ -85,14 +87,6 @@ def latest(
             newest_point = point(head.step, value, pooled)
         answer.append(Latest(series.key, metric, newest_point))
     return answer
-
-
-def _series(connection: Connection, run: RunRow, match: Pattern | None) -> list[SeriesRow]:
-    table = schema.series
-    rows = connection.execute(
-        select(table.c.id, table.c.key, table.c.instrument).where(table.c.run_id == run.id)
-    )
-    return [SeriesRow(*row) for row in rows if match is None or match.search(row.key)]
 
 
 def _heads(

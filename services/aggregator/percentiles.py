@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from services.aggregator.histogram import MAX_EXPONENT
 from services.aggregator.rows import BUCKET
-from services.common.columns import ZERO_BUCKET
-from services.common.partials import LOG_GAMMA, bucket_of
+from services.common.columns import ZERO_BUCKET, bucket_number
+from services.common.partials import LOG_GAMMA
 
 OF_SIGN = 2**33
 """Added to the index of a bucket of positive values: all of them come after zero, and those of
@@ -66,12 +66,8 @@ def entries(
         np.concatenate(
             [
                 held["bucket"].astype(np.int64),
-                np.array([_bucket(value) for value in minimum[equal].tolist()], np.int64),
+                np.array([bucket_number(value) for value in minimum[equal].tolist()], np.int64),
             ]
         ),
         np.concatenate([held["count"].astype(np.int64), n[equal]]),
     )
-
-
-def _bucket(value: float) -> int:
-    return ZERO_BUCKET if value == 0 else 2 * bucket_of(value) + (value < 0)

@@ -1,7 +1,8 @@
 """Partials as rows of the tables: added up where they are written, pooled where they are read.
 
-A row has the order of COLUMN_NAMES. A writer adds one to another (added()); a query pools those
-that it reads into the partials of reduce.py (pool()). A histogram is an array of BUCKET, in which a
+A row has the order of COLUMN_NAMES. A writer adds one to another (added()); the latest values pool
+theirs into the partials of reduce.py (pool()), and a history reduces whole columns of them
+(groups.py). A histogram is an array of BUCKET, in which a
 bucket may come several times: two of them, one behind the other, are the histogram of both.
 """
 
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 from services.aggregator import reduce, schema
 from services.aggregator.histogram import Histogram
 from services.aggregator.reduce import Instrument, Sum
-from services.common.columns import ZERO_BUCKET
-from services.common.partials import bucket_of
+from services.common import columns
+from services.common.columns import ZERO_BUCKET, bucket_number
 
 COLUMN_NAMES = tuple(c.name for c in schema.partials.columns if not c.primary_key)
 """What holds a partial; the others say where it belongs."""
@@ -96,8 +97,7 @@ def _add_observation(mine: list[Any], other: Row) -> None:
 
 def _of_equal(row: Sequence[Any]) -> bytes:
     """The histogram of a row of equal values: stored without one, since it follows."""
-    value, n = row[MINIMUM], row[N]
-    bucket = ZERO_BUCKET if value == 0 else 2 * bucket_of(value) + (value < 0)
+    bucket, n = bucket_number(row[MINIMUM]), row[N]
     if n <= MAX_COUNT:
         return _ONE.pack(bucket, n)
     packed, _ = pack(np.array([bucket]), np.array([n]))
@@ -126,10 +126,7 @@ def _compact(histogram: bytes) -> bytes:
 
 def encode(histogram: Histogram) -> bytes:
     """The histogram as it is stored."""
-    found = {2 * index: n for index, n in histogram.positive.items()}
-    found.update((2 * index + 1, n) for index, n in histogram.negative.items())
-    if histogram.zeros:
-        found[ZERO_BUCKET] = histogram.zeros
+    found = columns.histogram(histogram)
     buckets, counts = np.array([*found.items()], np.int64).reshape(-1, 2).T
     packed, _ = pack(buckets, counts)
     return packed.tobytes()
@@ -154,30 +151,29 @@ def pool(instrument: Instrument, rows: Sequence[Row]) -> reduce.Partial:
 
     Rows without the histogram's column give an observation without a histogram.
     """
-    columns = tuple(zip(*rows, strict=True))
-    total = _total(columns[SUM_HIGH], columns[SUM_LOW])
+    held = tuple(zip(*rows, strict=True))
+    total = _total(held[SUM_HIGH], held[SUM_LOW])
     if instrument == "count":
         return reduce.Count(total)
     if instrument == "ratio":
-        under = _total(columns[DENOMINATOR_HIGH], columns[DENOMINATOR_LOW])
-        return reduce.Ratio(total, under)
-    n = sum(columns[N])
-    bad = tuple(sum(columns[column]) for column in (NUM_NAN, NUM_POS_INF, NUM_NEG_INF))
+        return reduce.Ratio(total, _total(held[DENOMINATOR_HIGH], held[DENOMINATOR_LOW]))
+    n = sum(held[N])
+    bad = tuple(sum(held[column]) for column in (NUM_NAN, NUM_POS_INF, NUM_NEG_INF))
     if n == 0:
         return reduce.Observation(0, Sum(), None, None, None, -math.inf, Histogram(), *bad)
     last_at_s, last = max(
         (at_s, last)
-        for at_s, last in zip(columns[LAST_AT_S], columns[LAST], strict=True)
+        for at_s, last in zip(held[LAST_AT_S], held[LAST], strict=True)
         if last is not None
     )
     return reduce.Observation(
         n,
         total,
-        min(value for value in columns[MINIMUM] if value is not None),
-        max(value for value in columns[MAXIMUM] if value is not None),
+        min(value for value in held[MINIMUM] if value is not None),
+        max(value for value in held[MAXIMUM] if value is not None),
         last,
         last_at_s,
-        _histogram(rows) if len(columns) > HISTOGRAM else Histogram(),
+        _histogram(rows) if len(held) > HISTOGRAM else Histogram(),
         *bad,
     )
 

@@ -51,3 +51,14 @@ def find_series(connection: Connection, run: RunRow, key: str) -> SeriesRow | No
         .where(table.c.key == key)
     ).first()
     return None if row is None else SeriesRow(*row)
+
+
+def all_series(connection: Connection, run: RunRow) -> list[SeriesRow]:
+    """All that a run has, by key."""
+    table = schema.series
+    rows = connection.execute(
+        select(table.c.id, table.c.key, table.c.instrument)
+        .where(table.c.run_id == run.id)
+        .order_by(table.c.key)
+    )
+    return [SeriesRow(*row) for row in rows]

@@ -73,7 +73,7 @@ class Metrics(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
         self._intake.took(
             duplicate=receipt.duplicate,
             accepted=receipt.accepted,
-            rejected=len(receipt.rejected),
+            rejected=sum(each.number for each in receipt.rejected),
             commit_s=time.monotonic() - begun_s,
             now_s=now_s,
         )

@@ -7,6 +7,7 @@ attempt), or 10 s buckets.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from sqlalchemy import Connection, select
@@ -47,25 +48,24 @@ class Windows:
         return Groups(rows, at, len(self.numbers))
 
 
-class Axis:
+class Axis(Protocol):
     """Where positions come from. `since` <= position < `until`."""
 
     unit: int
     """Steps or seconds of a position."""
     levels: tuple[int, ...]
+    """Positions of a roll-up."""
     block: int
+    """Positions of what is rolled up at once."""
 
     def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """The lanes that hold begin <= position < end: (lane, begin, end) of each."""
-        raise NotImplementedError
 
     def extent(self, begin: int | None, end: int | None) -> tuple[int, int] | None:
         """The first and last position of a row, within begin <= position < end."""
-        raise NotImplementedError
 
     def rows(self, lane: int, begin: int, end: int, names: Sequence[str]) -> Sequence[Row]:
         """Fine rows, each with its position and source before it."""
-        raise NotImplementedError
 
 
 class StepAxis(Axis):

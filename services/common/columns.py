@@ -4,18 +4,18 @@ A batch of a thousand partials is a few arrays: both sides handle them as a whol
 little-endian bytes of one numpy dtype.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from headrace.v1 import metrics_pb2 as wire
 
-from services.common.partials import Count, Observation, Partial, Ratio
+from services.common.partials import Count, Observation, Partial, Ratio, bucket_of
 
 UINT32, UINT64, INT32, DOUBLE = (np.dtype(each) for each in ("<u4", "<u8", "<i4", "<f8"))
 
 ZERO_BUCKET = -(2**31)
-"""The bucket of values equal to 0; see positive_bucket() for the others."""
+"""The bucket of values equal to 0; see histogram() for the others."""
 
 
 class Item(NamedTuple):
@@ -84,13 +84,34 @@ def _write_observations(target: wire.ObservationColumns, found: Sequence[Observa
     target.bucket_counts = _bytes(UINT64, [n for each in histograms for n in each.values()])
 
 
-def histogram(partial: Observation) -> dict[int, int]:
+class Buckets(Protocol):
+    """How many values each bucket of a histogram holds."""
+
+    @property
+    def positive(self) -> Mapping[int, int]:
+        """Of positive values, by index."""
+
+    @property
+    def negative(self) -> Mapping[int, int]:
+        """Of negative values, by the absolute value's index."""
+
+    @property
+    def zeros(self) -> int:
+        """Values equal to 0."""
+
+
+def histogram(buckets: Buckets) -> dict[int, int]:
     """How many values each bucket holds, by the bucket's number on the wire."""
-    found = {2 * index: n for index, n in partial.positive.items()}
-    found.update((2 * index + 1, n) for index, n in partial.negative.items())
-    if partial.zeros:
-        found[ZERO_BUCKET] = partial.zeros
+    found = {2 * index: n for index, n in buckets.positive.items()}
+    found.update((2 * index + 1, n) for index, n in buckets.negative.items())
+    if buckets.zeros:
+        found[ZERO_BUCKET] = buckets.zeros
     return found
+
+
+def bucket_number(value: float) -> int:
+    """The number of the bucket that a finite value is in."""
+    return ZERO_BUCKET if value == 0 else 2 * bucket_of(value) + (value < 0)
 
 
 def _bytes(dtype: "np.dtype[Any]", values: Sequence[float]) -> bytes:

@@ -14,9 +14,9 @@ from services.aggregator.api.problems import documented
 from services.aggregator.api.runs import known_run
 from services.aggregator.api.selection import Selected, same_run, select_series
 from services.aggregator.api.tables import Row, to_csv, to_parquet
-from services.aggregator.latest import latest
+from services.aggregator.reduce import REDUCTIONS
 from services.aggregator.schema import BUCKET_S
-from services.aggregator.series import find_run
+from services.aggregator.series import all_series, find_run
 
 PAGE_WINDOWS = 5000
 """Windows of one series that are read at once."""
@@ -98,8 +98,8 @@ def router(backend: Backend) -> APIRouter:
             if not keys:
                 keys = [
                     each.key
-                    for each in latest(connection, found, catalogue=backend.catalogue)
-                    if reduce is None or reduce in each.metric.reductions
+                    for each in all_series(connection, found)
+                    if reduce is None or reduce in REDUCTIONS[each.instrument]
                 ]
             selected = select_series(
                 connection, [found], keys, catalogue=backend.catalogue, reduce=reduce

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
-from services.aggregator import overview, schema
+from services.aggregator import overview
 from services.aggregator.history import Point, Query, history
 from services.aggregator.promql.buckets import begin_of, counter, gauge
 from services.aggregator.promql.errors import QueryError
@@ -23,7 +23,7 @@ from services.aggregator.promql.parsing import Select
 from services.aggregator.promql.samples import LOOKBACK_S, Samples
 from services.aggregator.promql.selector import NAME, Matcher, all_hold
 from services.aggregator.schema import BUCKET_S
-from services.aggregator.series import RunRow, SeriesRow, find_run
+from services.aggregator.series import RunRow, SeriesRow, all_series, find_run
 from services.common.instruments import Reduction
 
 PRODUCER = "producer"
@@ -68,7 +68,7 @@ class Source:
         matchers = tuple(matchers)
         found = []
         for run in self._runs(matchers, since_s=since_s, until_s=until_s):
-            for series in _series_of(self._connection, run):
+            for series in all_series(self._connection, run):
                 for named in self._names.of(series.key, instrument=series.instrument):
                     labels = {NAME: named.family.name, "run": run.name, **named.labels}
                     if named.family.pooled and not _without_producer(matchers):
@@ -219,16 +219,6 @@ def _check_number(found: list[Found]) -> None:
             "condition on __name__ or run",
             error_type="execution",
         )
-
-
-def _series_of(connection: Connection, run: RunRow) -> list[SeriesRow]:
-    table = schema.series
-    rows = connection.execute(
-        select(table.c.id, table.c.key, table.c.instrument)
-        .where(table.c.run_id == run.id)
-        .order_by(table.c.key)
-    )
-    return [SeriesRow(*row) for row in rows]
 
 
 def _without_producer(matchers: Iterable[Matcher]) -> bool:

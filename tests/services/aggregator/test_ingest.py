@@ -11,7 +11,7 @@ from services.aggregator.overview import producers
 from services.aggregator.reduce import Reduction
 from services.aggregator.series import find_run, find_series
 from services.aggregator.store import Store
-from tests.services.aggregator.making import NOW_S, Producer, count, observed, ratio
+from tests.services.aggregator.making import NOW_S, Producer, count, observed, placed, ratio
 
 
 def ask(
@@ -104,6 +104,15 @@ def test_an_unknown_key_is_rejected_with_its_reason_and_counted(
     ((key, reason),) = [(each.key, each.reason) for each in receipt.rejected]
     assert (key, reason) == ("rewrad", "unknown_key")
     assert value(store, "ingest/rejected/unknown_key", "sum") == 1
+
+
+def test_partials_of_one_unknown_key_are_one_rejection_and_counted_each(
+    store: Store, ingest: Ingest
+) -> None:
+    items = [item for step in range(3) for item in placed([("rewrad", count(1))], step=step)]
+    receipt = ingest.take(decode(Producer("p").batch(items)), now_s=NOW_S)
+    assert [(each.key, each.number) for each in receipt.rejected] == [("rewrad", 3)]
+    assert value(store, "ingest/rejected/unknown_key", "sum") == 3
 
 
 def test_another_instrument_than_declared_is_refused_not_mixed(
