@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from services.common import custom_metrics, recipe_text
+from services.common import custom_metrics, generation_config, recipe_text
 from services.common.custom_metrics import CustomMetric
 from services.common.errors import UserError
+from services.common.generation_config import Environments, Generation, Generator, Tools
 from services.common.section import Section
 
 ENVIRONMENT_PREFIX = "HEADRACE_"
@@ -30,33 +31,21 @@ RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 PASSWORD = re.compile(r"(://[^:/@]*:).*(?=@)|([?&]password=)[^&]*")
 """What `scheme://user:` precedes up to the last @, or a query's password."""
 
+IDENTITY = (
+    *("model", "data", "generation", "tools", "environments"),
+    *("rewards", "advantage", "loss", "optimizer"),
+)
+"""Sections that make two runs the same experiment, beside a few keys of the trainer's."""
+
+ENVIRONMENT_REWARD = "environment"
+"""The built-in reward function that gives what a conversation's environment says."""
+
 HOLDS_PASSWORD = (("queue", "url"), ("aggregator", "database"))
 """Keys whose value is a URL that may hold a password."""
 
 
 class RecipeError(UserError):
     """A user's mistake in the recipe or an override; the message says where and what to do."""
-
-
-def _fixed(value: float, why: str) -> AfterValidator:
-    """Only `value` is accepted; the error says why."""
-
-    def check(given: float) -> float:
-        if given != value:
-            raise ValueError(f"only {value} is allowed (off): {why}")
-        return given
-
-    return AfterValidator(check)
-
-
-_TRUNCATES = (
-    "the engine's log-probabilities would be over the truncated support, the trainer's are over "
-    "the whole vocabulary, and an unchanged policy would look changed"
-)
-_PENALISES = (
-    "the engine's log-probabilities would be of the penalised distribution, the trainer's are of "
-    "the policy itself, and an unchanged policy would look changed"
-)
 
 
 class Model(Section):
@@ -123,52 +112,6 @@ class Evaluation(Section):
     """Of generated rows; differs from the training seed."""
     correct_at: float = 1.0
     """A row counts as correct in the accuracy when its reward is at least this."""
-
-
-class Generation(Section):
-    """How conversations are made."""
-
-    num_generations: Annotated[int, Field(ge=2)] = 8
-    """Conversations of a group."""
-    temperature: Annotated[float, Field(ge=0.01, le=10)] = 1.0
-    """Softmax temperature; the engine raises smaller values to 0.01, so they are refused here."""
-    top_p: Annotated[float, _fixed(1.0, _TRUNCATES)] = 1.0
-    """Fixed at off: the engine's log-probabilities would be over the truncated support."""
-    top_k: Annotated[int, _fixed(0, _TRUNCATES)] = 0
-    """Fixed at off, for the same reason."""
-    min_p: Annotated[float, _fixed(0.0, _TRUNCATES)] = 0.0
-    """Fixed at off, for the same reason."""
-    repetition_penalty: Annotated[float, _fixed(1.0, _PENALISES)] = 1.0
-    """Fixed at off: the engine's log-probabilities would be of the penalised distribution."""
-    max_completion_tokens: Annotated[int, Field(ge=1)] = 512
-    """Most generated tokens of one conversation."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Wall time of one conversation; past it the conversation has failed."""
-
-
-class Generator(Section):
-    """The engine of one replica."""
-
-    replicas: Annotated[int, Field(ge=1)] = 1
-    """Processes that `headrace run` starts; on Kubernetes the Deployment says it."""
-    max_inflight: Annotated[int, Field(ge=1)] = 64
-    """Conversations at a time in one replica."""
-    max_model_len: Annotated[int, Field(ge=16)] = 2048
-    """Longest prompt plus completion, in tokens."""
-    max_num_batched_tokens: Annotated[int, Field(ge=64)] = 16384
-    """Tokens that the engine prefills at once."""
-    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
-    """KV cache of one replica. Without it the engine takes what `gpu_memory_utilization` says,
-    alone on its device."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the device's memory, where `kv_cache_bytes` is not given."""
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """GPUs of one replica."""
-    enforce_eager: bool = True
-    """No graph capture: faster start, slower decoding on GPUs."""
-    seeded: bool = False
-    """A seed per conversation, from (run, group, generation). Refused on CPUs: vLLM 0.32 dies
-    there when a seeded prompt is prefilled in parts."""
 
 
 class RewardFunction(Section):
@@ -357,6 +300,8 @@ class Recipe(Section):
     data: Data = Data()
     generation: Generation = Generation()
     generator: Generator = Generator()
+    tools: Tools = Tools()
+    environments: Environments = Environments()
     rewards: Rewards = Rewards()
     scorer: Scorer = Scorer()
     advantage: Advantage = Advantage()
@@ -411,6 +356,13 @@ class Recipe(Section):
             self.data.reasoning_gym is None or self.data.reasoning_gym.task != "chain_sum"
         ):
             yield "evaluation.every_expression: only for data.reasoning_gym.task = chain_sum"
+        yield from generation_config.mistakes(self.environments, self.tools)
+        rewards = {each.function for each in self.rewards.functions}
+        if ENVIRONMENT_REWARD in rewards and not self.environments.classes:
+            yield (
+                f"rewards.functions: {ENVIRONMENT_REWARD!r} gives an environment's own reward, and "
+                "environments.classes has none"
+            )
         yield from custom_metrics.mistakes(self.metrics)
 
     @property
@@ -440,11 +392,10 @@ class Recipe(Section):
         return Path(self.folder) / self.run
 
     def identity(self) -> str:
-        """Hex digest of what makes two runs the same experiment: model, data, sampling, rewards,
-        loss, seeds."""
+        """Hex digest of what makes two runs the same experiment: model, data, conversations,
+        rewards, loss, seeds."""
         trainer = self.trainer.model_dump(include={"groups_per_step", "zero_signal", "seed"})
-        sections = ("model", "data", "generation", "rewards", "advantage", "loss", "optimizer")
-        content = {name: getattr(self, name).model_dump() for name in sections} | {
+        content = {name: getattr(self, name).model_dump() for name in IDENTITY} | {
             "trainer": trainer
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

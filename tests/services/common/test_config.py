@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common import recipe_text
-from services.common.config import Generation, Recipe, RecipeError, dump_toml, load
+from services.common.config import Recipe, RecipeError, dump_toml, load
+from services.common.generation_config import Generation
 
 BASE = """
 run = "demo"

@@ -23,8 +23,6 @@ from services.common.background import guarded
 from services.common.config import (
     Data,
     Evaluation,
-    Generation,
-    Generator,
     Model,
     Network,
     Optimizer,
@@ -33,6 +31,7 @@ from services.common.config import (
     Trainer,
 )
 from services.common.config import Recorder as RecorderSettings
+from services.common.generation_config import Generation, Generator
 from services.common.lifecycle import Lifecycle
 from services.common.partials import Count
 from services.common.queue import QueueClient

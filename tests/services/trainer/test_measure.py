@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 
 from services.aggregator.catalogue import CATALOGUE
-from services.common.config import Data, Generator, Recipe, Trainer
+from services.common.config import Data, Recipe, Trainer
 from services.common.config import Recorder as RecorderSettings
+from services.common.generation_config import Generator
 from services.common.partials import Count, Observation, Partial, Ratio
 from services.common.recorder import Recorder
 from services.trainer.dispatch import REASONS

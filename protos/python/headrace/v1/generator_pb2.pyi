@@ -27,6 +27,9 @@ class GenerateRequest(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    ROW_JSON_FIELD_NUMBER: _builtins.int
+    row_json: _builtins.str
+    """Columns of a dataset row as a JSON object: what an environment is reset with and chosen by. May be empty."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.ChatMessage]:
         """The prompt."""
@@ -40,10 +43,11 @@ class GenerateRequest(_message.Message):
         *,
         messages: _abc.Iterable[_rollout_pb2.ChatMessage] | None = ...,
         sampling: _rollout_pb2.Sampling | None = ...,
+        row_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "row_json", b"row_json", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -55,20 +59,106 @@ class GenerateResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FailedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROLLOUTS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.Rollout]:
-        """One per generation."""
+        """One per generation that finished."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceText]:
+        """The sequences of all rollouts as text, in their order."""
+
+    @_builtins.property
+    def failed(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Conversations that failed, by reason."""
 
     def __init__(
         self,
         *,
         rollouts: _abc.Iterable[_rollout_pb2.Rollout] | None = ...,
+        texts: _abc.Iterable[Global___SequenceText] | None = ...,
+        failed: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollouts", b"rollouts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "rollouts", b"rollouts", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class SequenceText(_message.Message):
+    """One sequence to train on, for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
+        """Its tokens, in order."""
+
+    def __init__(
+        self,
+        *,
+        segments: _abc.Iterable[Global___Segment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["segments", b"segments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceText: _TypeAlias = SequenceText  # noqa: Y015
+
+@_typing.final
+class Segment(_message.Message):
+    """Consecutive tokens that are all trained or all context."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAINED_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    trained: _builtins.bool
+    """True where the tokens are trained."""
+    num_tokens: _builtins.int
+    """Number of tokens."""
+    text: _builtins.str
+    """What they say, special tokens included."""
+    def __init__(
+        self,
+        *,
+        trained: _builtins.bool = ...,
+        num_tokens: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "text", b"text", "trained", b"trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Segment: _TypeAlias = Segment  # noqa: Y015

@@ -47,7 +47,7 @@ class GeneratorServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Runs one conversation now and returns it. It shares the engine with training and is never trained on.
+        """Runs conversations of one prompt now and returns their turns, sequences and timings. They share the engine with training and are never trained on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

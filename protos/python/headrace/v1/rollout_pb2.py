@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/rollout.proto\x12\x0bheadrace.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"W\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x17\n\x0fnum_generations\x18\x02 \x01(\r\x12\x1d\n\x15max_completion_tokens\x18\x03 \x01(\r\"\xb0\x01\n\x0eRolloutRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\trow_index\x18\x02 \x01(\x04\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\x10\n\x08row_json\x18\x04 \x01(\t\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x12\n\nevaluation\x18\x06 \x01(\x08\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"x\n\x04Turn\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x12\n\nduration_s\x18\x05 \x01(\x01\"n\n\x08Sequence\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x14\n\x0ctrained_mask\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\'\n\x05spans\x18\x04 \x03(\x0b\x32\x18.headrace.v1.VersionSpan\"\xd7\x01\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12,\n\ncompletion\x18\x02 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12 \n\x05turns\x18\x03 \x03(\x0b\x32\x11.headrace.v1.Turn\x12(\n\tsequences\x18\x04 \x03(\x0b\x32\x15.headrace.v1.Sequence\x12*\n\nend_reason\x18\x05 \x01(\x0e\x32\x16.headrace.v1.EndReason\x12\x12\n\nduration_s\x18\x06 \x01(\x01\"\x8c\x02\n\x0cRolloutGroup\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.RolloutRequest\x12&\n\x08rollouts\x18\x02 \x03(\x0b\x32\x14.headrace.v1.Rollout\x12\x35\n\x06\x66\x61iled\x18\x03 \x03(\x0b\x32%.headrace.v1.RolloutGroup.FailedEntry\x12\x16\n\x0eoldest_version\x18\x04 \x01(\x04\x12\x16\n\x0enewest_version\x18\x05 \x01(\x04\x12\x10\n\x08producer\x18\x06 \x01(\t\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*\x96\x01\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x02\x12\x16\n\x12\x45ND_REASON_CONTEXT\x10\x03\x12\x14\n\x10\x45ND_REASON_TURNS\x10\x04\x12\x13\n\x0f\x45ND_REASON_TIME\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/rollout.proto\x12\x0bheadrace.v1\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\x8e\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.headrace.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"W\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x17\n\x0fnum_generations\x18\x02 \x01(\r\x12\x1d\n\x15max_completion_tokens\x18\x03 \x01(\r\"\xb0\x01\n\x0eRolloutRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\trow_index\x18\x02 \x01(\x04\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\x10\n\x08row_json\x18\x04 \x01(\t\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x12\n\nevaluation\x18\x06 \x01(\x08\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\x89\x01\n\nCallResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x08\x12\x10\n\x08\x64\x65\x63lared\x18\x05 \x01(\x08\x12\x16\n\x0e\x62y_environment\x18\x06 \x01(\x08\x12\x12\n\nduration_s\x18\x07 \x01(\x01\"\xa0\x01\n\x04Turn\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12&\n\x05\x63\x61lls\x18\x06 \x03(\x0b\x32\x17.headrace.v1.CallResult\"\xa4\x01\n\x0bTransitions\x12\r\n\x05\x63lean\x18\x01 \x01(\r\x12\x11\n\trealigned\x18\x02 \x01(\r\x12\x0e\n\x06\x66orked\x18\x03 \x01(\r\x12\x16\n\x0e\x64\x65moted_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x64rift_tokens\x18\x05 \x01(\r\x12\x18\n\x10max_drift_tokens\x18\x06 \x01(\r\x12\x1b\n\x13untrained_sequences\x18\x07 \x01(\r\"n\n\x08Sequence\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x14\n\x0ctrained_mask\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\'\n\x05spans\x18\x04 \x03(\x0b\x32\x18.headrace.v1.VersionSpan\"\x9c\x03\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12,\n\ncompletion\x18\x02 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12 \n\x05turns\x18\x03 \x03(\x0b\x32\x11.headrace.v1.Turn\x12(\n\tsequences\x18\x04 \x03(\x0b\x32\x15.headrace.v1.Sequence\x12*\n\nend_reason\x18\x05 \x01(\x0e\x32\x16.headrace.v1.EndReason\x12\x12\n\nduration_s\x18\x06 \x01(\x01\x12(\n\x06prompt\x18\x07 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\x13\n\x0b\x65nvironment\x18\x08 \x01(\t\x12\x1f\n\x12\x65nvironment_reward\x18\t \x01(\x01H\x00\x88\x01\x01\x12-\n\x0btransitions\x18\n \x01(\x0b\x32\x18.headrace.v1.Transitions\x12\x0e\n\x06tool_s\x18\x0b \x01(\x01\x12\r\n\x05\x65nv_s\x18\x0c \x01(\x01\x42\x15\n\x13_environment_reward\"\x8c\x02\n\x0cRolloutGroup\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.RolloutRequest\x12&\n\x08rollouts\x18\x02 \x03(\x0b\x32\x14.headrace.v1.Rollout\x12\x35\n\x06\x66\x61iled\x18\x03 \x03(\x0b\x32%.headrace.v1.RolloutGroup.FailedEntry\x12\x16\n\x0eoldest_version\x18\x04 \x01(\x04\x12\x16\n\x0enewest_version\x18\x05 \x01(\x04\x12\x10\n\x08producer\x18\x06 \x01(\t\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*\x96\x01\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x02\x12\x16\n\x12\x45ND_REASON_CONTEXT\x10\x03\x12\x14\n\x10\x45ND_REASON_TURNS\x10\x04\x12\x13\n\x0f\x45ND_REASON_TIME\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROLLOUTGROUP_FAILEDENTRY']._loaded_options = None
   _globals['_ROLLOUTGROUP_FAILEDENTRY']._serialized_options = b'8\001'
-  _globals['_ENDREASON']._serialized_start=1140
-  _globals['_ENDREASON']._serialized_end=1290
-  _globals['_CHATMESSAGE']._serialized_start=42
-  _globals['_CHATMESSAGE']._serialized_end=86
-  _globals['_SAMPLING']._serialized_start=88
-  _globals['_SAMPLING']._serialized_end=175
-  _globals['_ROLLOUTREQUEST']._serialized_start=178
-  _globals['_ROLLOUTREQUEST']._serialized_end=354
-  _globals['_VERSIONSPAN']._serialized_start=356
-  _globals['_VERSIONSPAN']._serialized_end=414
-  _globals['_TURN']._serialized_start=416
-  _globals['_TURN']._serialized_end=536
-  _globals['_SEQUENCE']._serialized_start=538
-  _globals['_SEQUENCE']._serialized_end=648
-  _globals['_ROLLOUT']._serialized_start=651
-  _globals['_ROLLOUT']._serialized_end=866
-  _globals['_ROLLOUTGROUP']._serialized_start=869
-  _globals['_ROLLOUTGROUP']._serialized_end=1137
-  _globals['_ROLLOUTGROUP_FAILEDENTRY']._serialized_start=1092
-  _globals['_ROLLOUTGROUP_FAILEDENTRY']._serialized_end=1137
+  _globals['_ENDREASON']._serialized_start=1846
+  _globals['_ENDREASON']._serialized_end=1996
+  _globals['_TOOLCALL']._serialized_start=42
+  _globals['_TOOLCALL']._serialized_end=102
+  _globals['_CHATMESSAGE']._serialized_start=105
+  _globals['_CHATMESSAGE']._serialized_end=247
+  _globals['_SAMPLING']._serialized_start=249
+  _globals['_SAMPLING']._serialized_end=336
+  _globals['_ROLLOUTREQUEST']._serialized_start=339
+  _globals['_ROLLOUTREQUEST']._serialized_end=515
+  _globals['_VERSIONSPAN']._serialized_start=517
+  _globals['_VERSIONSPAN']._serialized_end=575
+  _globals['_CALLRESULT']._serialized_start=578
+  _globals['_CALLRESULT']._serialized_end=715
+  _globals['_TURN']._serialized_start=718
+  _globals['_TURN']._serialized_end=878
+  _globals['_TRANSITIONS']._serialized_start=881
+  _globals['_TRANSITIONS']._serialized_end=1045
+  _globals['_SEQUENCE']._serialized_start=1047
+  _globals['_SEQUENCE']._serialized_end=1157
+  _globals['_ROLLOUT']._serialized_start=1160
+  _globals['_ROLLOUT']._serialized_end=1572
+  _globals['_ROLLOUTGROUP']._serialized_start=1575
+  _globals['_ROLLOUTGROUP']._serialized_end=1843
+  _globals['_ROLLOUTGROUP_FAILEDENTRY']._serialized_start=1798
+  _globals['_ROLLOUTGROUP_FAILEDENTRY']._serialized_end=1843
 # @@protoc_insertion_point(module_scope)

@@ -30,13 +30,13 @@ class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.V
     END_REASON_STOP: _EndReason.ValueType  # 1
     """The model ended its turn and asked for nothing more."""
     END_REASON_LENGTH: _EndReason.ValueType  # 2
-    """The last turn used up its tokens."""
+    """The last turn used up its tokens, or they were used up before the next."""
     END_REASON_CONTEXT: _EndReason.ValueType  # 3
     """The next prompt would leave too little room in the model's context."""
     END_REASON_TURNS: _EndReason.ValueType  # 4
-    """The limit of turns was reached."""
+    """The limit of turns was reached while the model still asked for tools."""
     END_REASON_TIME: _EndReason.ValueType  # 5
-    """The limit of wall time was reached."""
+    """The limit of wall time was reached after at least one turn."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """Why a conversation ended."""
@@ -46,14 +46,44 @@ END_REASON_UNSPECIFIED: EndReason.ValueType  # 0
 END_REASON_STOP: EndReason.ValueType  # 1
 """The model ended its turn and asked for nothing more."""
 END_REASON_LENGTH: EndReason.ValueType  # 2
-"""The last turn used up its tokens."""
+"""The last turn used up its tokens, or they were used up before the next."""
 END_REASON_CONTEXT: EndReason.ValueType  # 3
 """The next prompt would leave too little room in the model's context."""
 END_REASON_TURNS: EndReason.ValueType  # 4
-"""The limit of turns was reached."""
+"""The limit of turns was reached while the model still asked for tools."""
 END_REASON_TIME: EndReason.ValueType  # 5
-"""The limit of wall time was reached."""
+"""The limit of wall time was reached after at least one turn."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """One call of a tool, as an assistant's message asks for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names the call within its conversation."""
+    name: _builtins.str
+    """The tool."""
+    arguments_json: _builtins.str
+    """Its arguments, a JSON object."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -63,19 +93,37 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
     """The text."""
+    tool_call_id: _builtins.str
+    """Of a tool's message: the id of the call that it answers; empty for a block that was no call."""
+    name: _builtins.str
+    """Of a tool's message: the tool."""
+    reasoning: _builtins.str
+    """Of an assistant's message: what a reasoning parser took out of the text."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of an assistant's message: the well-formed calls in it, in order."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -190,6 +238,52 @@ class VersionSpan(_message.Message):
 Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
 
 @_typing.final
+class CallResult(_message.Message):
+    """A tool's or an environment's answer to one call, or to a block that was none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    DECLARED_FIELD_NUMBER: _builtins.int
+    BY_ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The tool that was asked for; empty where the block does not say."""
+    arguments: _builtins.str
+    """Its arguments as a JSON object, or the block as the model wrote it where it cannot be read."""
+    text: _builtins.str
+    """What the model is told."""
+    failed: _builtins.bool
+    """True when the call gave no result."""
+    declared: _builtins.bool
+    """True when a tool or a method of that name exists."""
+    by_environment: _builtins.bool
+    """True when it is a method of the conversation's environment."""
+    duration_s: _builtins.float
+    """Seconds that the call took."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+        text: _builtins.str = ...,
+        failed: _builtins.bool = ...,
+        declared: _builtins.bool = ...,
+        by_environment: _builtins.bool = ...,
+        duration_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "by_environment", b"by_environment", "declared", b"declared", "duration_s", b"duration_s", "failed", b"failed", "name", b"name", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallResult: _TypeAlias = CallResult  # noqa: Y015
+
+@_typing.final
 class Turn(_message.Message):
     """One call of the engine within a conversation."""
 
@@ -200,6 +294,7 @@ class Turn(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the rendered prompt."""
     num_generated_tokens: _builtins.int
@@ -210,6 +305,10 @@ class Turn(_message.Message):
     """"stop" or "length"."""
     duration_s: _builtins.float
     """Seconds from the engine call to its last token."""
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallResult]:
+        """The calls that it asked for, in order."""
+
     def __init__(
         self,
         *,
@@ -218,14 +317,61 @@ class Turn(_message.Message):
         text: _builtins.str = ...,
         finish_reason: _builtins.str = ...,
         duration_s: _builtins.float = ...,
+        calls: _abc.Iterable[Global___CallResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "finish_reason", b"finish_reason", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "duration_s", b"duration_s", "finish_reason", b"finish_reason", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Turn: _TypeAlias = Turn  # noqa: Y015
+
+@_typing.final
+class Transitions(_message.Message):
+    """How a conversation's turns became sequences: counts over its turn-to-turn transitions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLEAN_FIELD_NUMBER: _builtins.int
+    REALIGNED_FIELD_NUMBER: _builtins.int
+    FORKED_FIELD_NUMBER: _builtins.int
+    DEMOTED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRIFT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_DRIFT_TOKENS_FIELD_NUMBER: _builtins.int
+    UNTRAINED_SEQUENCES_FIELD_NUMBER: _builtins.int
+    clean: _builtins.int
+    """The new prompt begins with all tokens held so far."""
+    realigned: _builtins.int
+    """It differs within the last answer by less than `fork_threshold_tokens`."""
+    forked: _builtins.int
+    """It differs otherwise: a new sequence began."""
+    demoted_tokens: _builtins.int
+    """Sampled tokens that realignment made context."""
+    drift_tokens: _builtins.int
+    """Held tokens beyond the common prefix, added up."""
+    max_drift_tokens: _builtins.int
+    """Most of them at one transition."""
+    untrained_sequences: _builtins.int
+    """Sequences without a trained token, which were left out."""
+    def __init__(
+        self,
+        *,
+        clean: _builtins.int = ...,
+        realigned: _builtins.int = ...,
+        forked: _builtins.int = ...,
+        demoted_tokens: _builtins.int = ...,
+        drift_tokens: _builtins.int = ...,
+        max_drift_tokens: _builtins.int = ...,
+        untrained_sequences: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clean", b"clean", "demoted_tokens", b"demoted_tokens", "drift_tokens", b"drift_tokens", "forked", b"forked", "max_drift_tokens", b"max_drift_tokens", "realigned", b"realigned", "untrained_sequences", b"untrained_sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transitions: _TypeAlias = Transitions  # noqa: Y015
 
 @_typing.final
 class Sequence(_message.Message):
@@ -277,12 +423,26 @@ class Rollout(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     END_REASON_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
+    TRANSITIONS_FIELD_NUMBER: _builtins.int
+    TOOL_S_FIELD_NUMBER: _builtins.int
+    ENV_S_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """`group_id/generation`."""
     end_reason: Global___EndReason.ValueType
     """Why it ended."""
     duration_s: _builtins.float
     """Seconds from its first engine call to its last token or tool result."""
+    environment: _builtins.str
+    """The environment that it ran in, by its name in the recipe; empty without one."""
+    environment_reward: _builtins.float
+    """That environment's own reward; absent where it gives none."""
+    tool_s: _builtins.float
+    """Of duration_s: in tools."""
+    env_s: _builtins.float
+    """Of duration_s: in the environment."""
     @_builtins.property
     def completion(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """What was said after the prompt."""
@@ -295,6 +455,14 @@ class Rollout(_message.Message):
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sequence]:
         """Its training sequences: one unless the history was rewritten between turns."""
 
+    @_builtins.property
+    def prompt(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """The prompt, where an environment's observation made it differ from the request's."""
+
+    @_builtins.property
+    def transitions(self) -> Global___Transitions:
+        """How its turns became its sequences."""
+
     def __init__(
         self,
         *,
@@ -304,12 +472,20 @@ class Rollout(_message.Message):
         sequences: _abc.Iterable[Global___Sequence] | None = ...,
         end_reason: Global___EndReason.ValueType = ...,
         duration_s: _builtins.float = ...,
+        prompt: _abc.Iterable[Global___ChatMessage] | None = ...,
+        environment: _builtins.str = ...,
+        environment_reward: _builtins.float | None = ...,
+        transitions: Global___Transitions | None = ...,
+        tool_s: _builtins.float = ...,
+        env_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward", "environment_reward", b"environment_reward", "transitions", b"transitions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "duration_s", b"duration_s", "end_reason", b"end_reason", "rollout_id", b"rollout_id", "sequences", b"sequences", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward", "completion", b"completion", "duration_s", b"duration_s", "end_reason", b"end_reason", "env_s", b"env_s", "environment", b"environment", "environment_reward", b"environment_reward", "prompt", b"prompt", "rollout_id", b"rollout_id", "sequences", b"sequences", "tool_s", b"tool_s", "transitions", b"transitions", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__environment_reward: _TypeAlias = _typing.Literal["environment_reward"]  # noqa: Y015
+    _WhichOneofArgType__environment_reward: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__environment_reward) -> _WhichOneofReturnType__environment_reward | None: ...
 
 Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
 
