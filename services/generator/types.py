@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from headrace.v1 import rollout_pb2 as wire
 
-Message = dict[str, str]
-"""{"role": ..., "content": ...}."""
+Message = dict[str, Any]
+"""As chat templates take it: `role` and `content`; an assistant's may have `tool_calls` (`id`,
+`type`, `function` with `name` and `arguments`) and `reasoning_content`, a tool's `tool_call_id` and
+`name`."""
 
 
 class EngineDead(RuntimeError):
@@ -54,14 +56,127 @@ class LoadTimes:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """One block in which the model asked for a tool, or tried to."""
+
+    text: str
+    """As the model wrote it."""
+    name: str | None = None
+    """The tool; None where the block does not say."""
+    arguments: dict[str, Any] | None = None
+    """None where they are no JSON object: then `mistake` says so."""
+    mistake: str | None = None
+    """Why the block is no call, in words for the model; None for a well-formed one."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a turn's text says."""
+
+    content: str
+    """What the assistant's message holds when the template renders it."""
+    calls: tuple[ToolCall, ...] = ()
+    """In the order in which they were written."""
+    reasoning: str | None = None
+    """What a reasoning parser took out of the text."""
+    calls_in_content: bool = True
+    """The calls are still part of `content`, as the model wrote them, so the template is not given
+    them a second time."""
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What became of one call."""
+
+    call: ToolCall
+    text: str
+    """What the model is told."""
+    failed: bool
+    declared: bool
+    """A tool or a method of that name exists."""
+    by_environment: bool
+    """It is a method of the conversation's environment."""
+    begin_s: float
+    """Monotonic."""
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds that the call took, its wait for a worker included."""
+        return self.end_s - self.begin_s
+
+
+class GenerateFailed(RuntimeError):
+    """The engine failed at one request and lives on: the same request may be tried again."""
+
+
+class TemplateFailed(RuntimeError):
+    """The model's chat template cannot render the messages."""
+
+
+class PromptTooLong(RuntimeError):
+    """The prompt leaves no room for a completion."""
+
+
+class ToolFailed(RuntimeError):
+    """A call gave no result; the message is for the model."""
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment cannot go on: the conversation in it has failed."""
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """The tokens of one engine call: what reconcile.py makes sequences of."""
+
+    prompt_ids: tuple[int, ...]
+    """What the engine saw; at least one token."""
+    token_ids: tuple[int, ...]
+    """What it sampled."""
+    logprobs: "np.ndarray[Any, np.dtype[np.float32]]"
+    """Of each sampled token."""
+    spans: tuple[Span, ...]
+    """Versions over the sampled tokens, in order, without gaps."""
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """How a conversation's turns became sequences: counts over its turn-to-turn transitions."""
+
+    clean: int = 0
+    realigned: int = 0
+    forked: int = 0
+    demoted_tokens: int = 0
+    """Sampled tokens that realignment made context."""
+    drift_tokens: int = 0
+    """Held tokens beyond the common prefix with the new prompt, added up."""
+    max_drift_tokens: int = 0
+    untrained_sequences: int = 0
+    """Sequences without a trained token, which are left out."""
+
+    @property
+    def total(self) -> int:
+        """All transitions: one fewer than turns."""
+        return self.clean + self.realigned + self.forked
+
+
+@dataclass(frozen=True)
 class Turn:
-    """One engine call."""
+    """One engine call and the calls that it asked for."""
 
     num_prompt_tokens: int
     num_generated_tokens: int
     text: str
+    """As sampled, special tokens included, without the end token."""
     finish_reason: str
     duration_s: float
+    calls_asked: int = 0
+    """Calls in its text, malformed ones included; those of a last turn may not have been run."""
+    calls: tuple[CallResult, ...] = ()
+    """What became of those that were run, in order."""
+    reprefill_tokens: int = 0
+    """Tokens that the engine computed again because weights were switched during the call."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +202,19 @@ class Conversation:
     sequences: tuple[Sequence, ...]
     end_reason: "wire.EndReason.ValueType"
     duration_s: float
+    transitions: Transitions = Transitions()
+    prompt: tuple[Message, ...] | None = None
+    """Set where an environment's observation made it differ from the request's."""
+    equipped: bool = False
+    """It could use tools or an environment."""
+    environment: str = ""
+    environment_reward: float | None = None
+    reset_s: float | None = None
+    reward_s: float | None = None
+    tool_s: float = 0.0
+    """Of duration_s: in tools, calls at the same time counted once."""
+    env_s: float = 0.0
+    """Of duration_s: in the environment."""
 
     @property
     def generated_tokens(self) -> int:
@@ -94,38 +222,14 @@ class Conversation:
         return sum(turn.num_generated_tokens for turn in self.turns)
 
     @property
-    def versions(self) -> tuple[int, int]:
-        """Oldest and newest policy version over the trained tokens."""
-        versions = [span.version for sequence in self.sequences for span in sequence.spans]
-        return min(versions), max(versions)
+    def asking(self) -> bool:
+        """It was ended while the model still asked for tools, or by its wall time."""
+        if self.end_reason == wire.END_REASON_TIME:
+            return True
+        return self.end_reason != wire.END_REASON_STOP and bool(self.turns[-1].calls_asked)
 
-    def to_wire(self, rollout_id: str) -> wire.Rollout:
-        """The message that scorers read."""
-        return wire.Rollout(
-            rollout_id=rollout_id,
-            completion=[wire.ChatMessage(**message) for message in self.completion],
-            turns=[
-                wire.Turn(
-                    num_prompt_tokens=turn.num_prompt_tokens,
-                    num_generated_tokens=turn.num_generated_tokens,
-                    text=turn.text,
-                    finish_reason=turn.finish_reason,
-                    duration_s=turn.duration_s,
-                )
-                for turn in self.turns
-            ],
-            sequences=[
-                wire.Sequence(
-                    token_ids=sequence.token_ids.astype("<u4").tobytes(),
-                    trained_mask=sequence.trained_mask.astype("u1").tobytes(),
-                    logprobs=sequence.logprobs.astype("<f4").tobytes(),
-                    spans=[
-                        wire.VersionSpan(version=s.version, start=s.start, end=s.end)
-                        for s in sequence.spans
-                    ],
-                )
-                for sequence in self.sequences
-            ],
-            end_reason=self.end_reason,
-            duration_s=self.duration_s,
-        )
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest policy version over the trained tokens; None where none is trained."""
+        versions = [span.version for sequence in self.sequences for span in sequence.spans]
+        return (min(versions), max(versions)) if versions else None
