@@ -38,7 +38,7 @@ def kind_of(process: psutil.Process) -> str | None:
     text = " ".join(command)
     if "VLLM::Worker" in text or "VLLM::EngineCore" in text:
         return "vLLM worker" if "Worker" in text else "vLLM engine core"
-    if "services.common.workers" in text:
+    if "services.common.worker_process" in text:
         return "reward workers"
     if "valkey" in text:
         return "queue"

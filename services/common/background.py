@@ -35,3 +35,47 @@ async def unless(event: asyncio.Event, body: Coroutine[Any, Any, T]) -> T | None
         return work.result() if work.done() else None
     finally:
         await cancel(work, signal)
+
+
+class Strays:
+    """Coroutines of users, awaited for a limited time even where they do not let themselves be
+    cancelled; those cut off and still running are kept from the garbage collector.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    async def outcome(
+        self, body: Coroutine[Any, Any, T], *, timeout_s: float
+    ) -> "asyncio.Task[T] | None":
+        """The task that ran `body` to its end, whichever that is; None when it had none in time.
+
+        Then, and when the caller is cancelled, it has been cancelled and nobody waits for it. A
+        SystemExit in it is an exception like any other: raised by a task it would end the service.
+        """
+        task = asyncio.create_task(_without_exit(body))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        # One cancelled before its first step has not begun the body: Python would complain.
+        task.add_done_callback(lambda _: body.close())
+        try:
+            done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        finally:
+            task.cancel()
+        return task if done else None
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            # Asked for, so that asyncio does not report as never retrieved what came too late.
+            task.exception()
+
+
+async def _without_exit(body: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await body
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error.code}") from error

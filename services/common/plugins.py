@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.config import Rewards
+from services.common.config import ENVIRONMENT_REWARD, Rewards
 from services.common.errors import UserError
 
 
@@ -32,6 +32,7 @@ class Builtin:
 BUILTIN_REWARDS = {
     "reasoning_gym": Builtin("services.scorer.builtin_rewards:reasoning_gym", "reasoning_gym"),
     "exact_match": Builtin("services.scorer.builtin_rewards:exact_match"),
+    ENVIRONMENT_REWARD: Builtin("services.scorer.builtin_rewards:environment"),
 }
 """Reward functions by plain name."""
 

@@ -1,43 +1,42 @@
 """A bounded pool of worker processes for user functions, so that user code can hang, crash or hold
 the GIL alone.
 
-In the service: `Pool`, for asyncio. In each process (`python -m services.common.workers`): one call
-at a time, in the main thread, of a `module:function`. A call past its timeout is ended by killing
-its process, and a new one takes its place; a thread could not be ended, and a function that holds
-the GIL would stall the service's renewals and probes.
+`Pool` is for asyncio; what runs in each process is services/common/worker_process.py. A call past
+its timeout is ended by killing its process, and a new one takes its place when one is needed; a
+thread could not be ended, and a function that holds the GIL would stall the service's renewals and
+probes.
 
-The channel is the worker's standard input and output: frames of an 8-byte big-endian length and
-UTF-8 JSON. Both ends are this file, so NaN and the infinities travel as the literals that Python's
-json module reads back. The worker moves the channel to private descriptors first: what user code
-prints goes to the service's log and cannot be taken for an answer. A worker ends when its input
-does: no service, no worker.
+A caller has a worker by a `Lease`, for one call or for many: what a function leaves in the globals
+of its module is there at the lease's next call. Workers are handed over first come, first served,
+and the one that was used last is used next, so that quick calls stay on few processes.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import json
-import numbers
 import os
 import signal
-import struct
 import sys
 import time
-import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO, Self
+from typing import Any, NamedTuple, Self
 
-HEADER = struct.Struct(">Q")
-"""Length of the frame that follows."""
+import structlog
 
-LOG_ARGUMENT = "log_metric"
-"""The argument by which a function can say numbers beside its result: `log_metric(name, value)`."""
+from services.common.worker_process import HEADER, to_frame
+from services.common.worker_process import LOG_ARGUMENT as LOG_ARGUMENT
+from services.common.worker_process import plain as plain
 
 START_TIMEOUT_S = 120.0
 """Of a worker's start with all its imports."""
 
-PR_SET_PDEATHSIG = 1
-"""Linux: the signal that a process gets when its parent ends (prctl(2))."""
+GROW_AFTER_S = 0.2
+"""A caller that has waited this long for a worker gets one more process, where the size allows it:
+the others are in slow calls. A burst of quick ones is over before that."""
+
+GROW_AGAIN_S = 5.0
+"""How long the pool does not grow after a process that could not be started."""
 
 
 class WorkerError(RuntimeError):
@@ -55,31 +54,16 @@ class WorkerDied(WorkerError):
 class CallRaised(WorkerError):
     """The function raised, or returned what JSON cannot carry."""
 
-    def __init__(self, message: str, *, traceback_text: str) -> None:
-        super().__init__(message)
+    def __init__(self, text: str, *, traceback_text: str) -> None:
+        super().__init__(text.partition("\n")[0])
+        self.text = text
+        """`Type: message` with all lines of the message; str() has the first."""
         self.traceback_text = traceback_text
         """The traceback in the user's code."""
 
 
 class LoadFailed(CallRaised):
     """The function could not be imported in the worker."""
-
-
-def plain(value: Any) -> Any:
-    """Numbers and arrays of other libraries as Python's own: numpy and torch values by `tolist()`.
-
-    Raises TypeError for what has no JSON form.
-    """
-    if callable(getattr(value, "tolist", None)):
-        return value.tolist()
-    if isinstance(value, numbers.Real):
-        return float(value)
-    raise TypeError(f"a value of type {type(value).__name__} cannot be sent as JSON")
-
-
-def _frame(message: Any) -> bytes:
-    body = json.dumps(message, allow_nan=True, separators=(",", ":"), default=plain).encode()
-    return HEADER.pack(len(body)) + body
 
 
 class _Worker:
@@ -96,7 +80,7 @@ class _Worker:
             await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "services.common.workers",
+                "services.common.worker_process",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=os.environ | {"PYTHONPATH": path},
@@ -127,6 +111,10 @@ class _Worker:
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             raise WorkerDied(f"its process {how}") from None
 
+    @property
+    def ended(self) -> bool:
+        return self.process.returncode is not None
+
     def kill(self) -> None:
         """End the process and all that it started, at once."""
         with contextlib.suppress(ProcessLookupError):
@@ -141,38 +129,13 @@ def _checked(answer: dict[str, Any]) -> Any:
     raise kind(answer["error"], traceback_text=answer["traceback"])
 
 
-class Pool:
-    """At most `size` worker processes. Use within one event loop; `async with` starts and closes
-    it.
+class Lease:
+    """A worker of a pool for one caller, until `release` or `discard`. One call at a time."""
 
-    `preload` are modules, or `module:function` references, that each worker imports before its
-    first call, so that no call's timeout pays for them.
-    """
-
-    def __init__(self, size: int, *, preload: Sequence[str] = ()) -> None:
-        self._size = size
-        self._preload = list(preload)
-        self._places = asyncio.Semaphore(size)
-        self._idle: list[_Worker] = []
-        self._alive: set[_Worker] = set()
-        self._closed = False
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    async def start(self) -> None:
-        """Start all workers now, not at the first calls. Raises LoadFailed or WorkerDied."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._start_one()) for _ in range(self._size)]
-        except* WorkerError as errors:
-            await self.close()
-            raise errors.exceptions[0] from None
-        self._idle.extend(task.result() for task in tasks)
+    def __init__(self, pool: "Pool", worker: _Worker) -> None:
+        self._pool = pool
+        self._worker: _Worker | None = worker
+        self._busy = False
 
     async def call(
         self,
@@ -183,153 +146,267 @@ class Pool:
         took: Callable[[float], None] | None = None,
         logged: Callable[[str, float], None] | None = None,
     ) -> Any:
-        """Call `reference` with `kwargs` (JSON values) in a worker; its result, as JSON brings it
+        """Call `reference` with `kwargs` (JSON values) in the worker; its result, as JSON brings it
         back.
 
-        Waiting for a free worker is part neither of `timeout_s` nor of the seconds that `took` is
-        told, however the call ends. With `logged` the function gets LOG_ARGUMENT, and what it says
-        by it is told when it has returned. Cancelling the call kills its process.
-        Raises CallTimedOut, WorkerDied, LoadFailed or CallRaised.
+        `took` is told the call's seconds, however it ends. With `logged` the function gets
+        LOG_ARGUMENT, and what it says by it is told when it has returned. Cancelling the call kills
+        the process. Raises CallTimedOut or WorkerDied, after which the lease is of no further use
+        (each later call raises WorkerDied), LoadFailed or CallRaised.
         """
-        logs = logged is not None
-        frame = _frame({"call": reference, "kwargs": dict(kwargs), "logs": logs})
-        async with self._places:
-            worker = await self._take()
-            begin_s = time.monotonic()
-            try:
-                answer = await worker.ask(frame, timeout_s=timeout_s)
-            except BaseException:
-                # Whatever interrupted it, the user's function may still be running in there.
-                self._discard(worker)
-                raise
-            finally:
-                if took is not None:
-                    took(time.monotonic() - begin_s)
-            self._idle.append(worker)
+        assert not self._busy, "a lease has one call at a time"
+        frame = to_frame({"call": reference, "kwargs": dict(kwargs), "logs": logged is not None})
+        if self._worker is None:
+            raise WorkerDied("its process has been ended")
+        self._busy = True
+        begin_s = time.monotonic()
+        try:
+            answer = await self._worker.ask(frame, timeout_s=timeout_s)
+        except BaseException:
+            # Whatever interrupted it, the user's function may still be running in there.
+            self.discard()
+            raise
+        finally:
+            self._busy = False
+            if took is not None:
+                took(time.monotonic() - begin_s)
         value = _checked(answer)
         if logged is not None:
             for name, number in answer["logged"]:
                 logged(name, number)
         return value
 
+    @property
+    def ended(self) -> bool:
+        """No call is possible any more."""
+        return self._worker is None or self._worker.ended
+
+    def release(self) -> None:
+        """Give the worker to others, who find in it what the calls left there. A worker in the
+        middle of a call is killed instead. Does nothing the second time.
+        """
+        if self._busy:
+            self.discard()
+        elif self._worker is not None:
+            worker, self._worker = self._worker, None
+            self._pool._give(worker)
+
+    def discard(self) -> None:
+        """Kill the worker, with all that its calls left there. Does nothing the second time."""
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            self._pool._discard(worker)
+
+
+class _Waiting(NamedTuple):
+    """A caller without a worker yet."""
+
+    since_s: float
+    worker: asyncio.Future[_Worker]
+
+
+class Pool:
+    """At most `size` worker processes. Use within one event loop; `async with` starts and closes
+    it.
+
+    `preload` are modules, or `module:function` references, that each worker imports before its
+    first call, so that no call's timeout pays for them. `start` starts `ready` workers (default
+    `size`); one that has ended is replaced when a caller needs it, and beyond `ready` one is added
+    when a caller has waited GROW_AFTER_S, as many at a time as there are processors: calls stuck in
+    slow functions do not hold up the rest, and quick calls need no more than `ready` processes.
+    """
+
+    def __init__(self, size: int, *, preload: Sequence[str] = (), ready: int | None = None) -> None:
+        self._size = size
+        self._ready = size if ready is None else min(ready, size)
+        self._preload = list(preload)
+        self._idle: list[_Worker] = []
+        self._alive: set[_Worker] = set()
+        self._ending: set[_Worker] = set()
+        """Killed, not known to be gone yet."""
+        self._waiting: deque[_Waiting] = deque()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._growth: asyncio.TimerHandle | None = None
+        self._no_growth_before_s = 0.0
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    @property
+    def alive(self) -> int:
+        """Workers that are started and not killed: idle ones and those of leases."""
+        return len(self._alive)
+
+    @property
+    def idle(self) -> int:
+        """Workers that wait for a caller."""
+        return len(self._idle)
+
+    async def start(self) -> None:
+        """Start `ready` workers now, not at the first calls. Raises LoadFailed or WorkerDied."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._start_one()) for _ in range(self._ready)]
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+        self._idle.extend(task.result() for task in tasks)
+
+    async def lease(self) -> Lease:
+        """A worker to call as often as wanted, for this caller alone until it is released or
+        discarded. Raises WorkerDied where the pool is closed or no process can be started, and
+        LoadFailed.
+        """
+        if self._closed:
+            raise WorkerDied("the pool of workers is closed")
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.ended:
+                return Lease(self, worker)
+            self._discard(worker)
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(loop.time(), loop.create_future())
+        self._waiting.append(waiting)
+        self._grow()
+        try:
+            return Lease(self, await waiting.worker)
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            elif not waiting.worker.cancelled() and waiting.worker.exception() is None:
+                # Handed over in the same turn of the event loop as the cancellation.
+                self._give(waiting.worker.result())
+            raise
+
+    async def call(
+        self,
+        reference: str,
+        kwargs: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        took: Callable[[float], None] | None = None,
+        logged: Callable[[str, float], None] | None = None,
+    ) -> Any:
+        """One call in any worker, as `Lease.call` describes it.
+
+        Waiting for a free worker is part neither of `timeout_s` nor of the seconds that `took` is
+        told. Raises CallTimedOut, WorkerDied, LoadFailed or CallRaised.
+        """
+        lease = await self.lease()
+        try:
+            return await lease.call(
+                reference, kwargs, timeout_s=timeout_s, took=took, logged=logged
+            )
+        finally:
+            lease.release()
+
     async def close(self) -> None:
         """Kill all workers and wait until they are gone; running calls raise WorkerDied."""
         self._closed = True
+        if self._growth is not None:
+            self._growth.cancel()
         self._idle.clear()
-        for worker in self._alive:
-            worker.kill()
+        while (waiting := self._next_waiting()) is not None:
+            waiting.set_exception(WorkerDied("the pool of workers is closed"))
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
         for worker in list(self._alive):
-            await worker.process.wait()
-        self._alive.clear()
-
-    async def _take(self) -> _Worker:
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.process.returncode is None:
-                return worker
             self._discard(worker)
-        return await self._start_one()
+        for worker in list(self._ending):
+            await worker.process.wait()
+        self._ending.clear()
+
+    def _give(self, worker: _Worker) -> None:
+        """Hand a worker to who has waited longest, or keep it for the next caller."""
+        if self._closed or worker.ended:
+            self._discard(worker)
+        elif (waiting := self._next_waiting()) is not None:
+            waiting.set_result(worker)
+        else:
+            self._idle.append(worker)
+
+    def _next_waiting(self) -> asyncio.Future[_Worker] | None:
+        """Who has waited longest, no longer in the queue; those just cancelled are passed over."""
+        while self._waiting:
+            waiting = self._waiting.popleft().worker
+            if not waiting.done():
+                return waiting
+        return None
+
+    def _discard(self, worker: _Worker) -> None:
+        """Kill a worker; the event loop reaps it. Who waits may get another in its place."""
+        worker.kill()
+        self._alive.discard(worker)
+        self._ending = {other for other in self._ending if not other.ended} | {worker}
+        self._grow()
+
+    def _grow(self) -> None:
+        """Start the processes that callers are waiting for and may have; called whenever one
+        begins to wait and whenever a process is started or killed.
+        """
+        loop = asyncio.get_running_loop()
+        while len(self._starting) < len(self._waiting) and not self._closed:
+            num_workers = len(self._alive) + len(self._starting)
+            if num_workers >= self._size:
+                return
+            if num_workers >= max(self._ready, 1):
+                if len(self._starting) >= (os.cpu_count() or 1):
+                    return
+                # Those before it are who the starting ones will be for.
+                since_s = self._waiting[len(self._starting)].since_s
+                due_s = max(since_s + GROW_AFTER_S, self._no_growth_before_s)
+                if loop.time() < due_s:
+                    if self._growth is not None:
+                        self._growth.cancel()
+                    self._growth = loop.call_at(due_s, self._grow)
+                    return
+            task = loop.create_task(self._add_one(beyond=num_workers >= max(self._ready, 1)))
+            self._starting.add(task)
+            task.add_done_callback(self._started)
+
+    def _started(self, task: asyncio.Task[None]) -> None:
+        self._starting.discard(task)
+        if not task.cancelled():
+            task.result()
+        self._grow()
+
+    async def _add_one(self, *, beyond: bool) -> None:
+        """Start a worker for whoever waits by then. Where none can be started who has waited
+        longest is told; not so `beyond` the ready ones, where others are at work and become free.
+        """
+        try:
+            worker = await self._start_one()
+        except Exception as error:
+            if beyond and self._alive:
+                structlog.get_logger().warning("no further worker process", why=str(error))
+                self._no_growth_before_s = asyncio.get_running_loop().time() + GROW_AGAIN_S
+            elif (waiting := self._next_waiting()) is not None:
+                waiting.set_exception(error)
+            return
+        self._give(worker)
 
     async def _start_one(self) -> _Worker:
         if self._closed:
             raise WorkerDied("the pool of workers is closed")
-        worker = await _Worker.spawn()
-        self._alive.add(worker)
+        try:
+            worker = await _Worker.spawn()
+        except OSError as error:
+            # No memory, or the limit of processes: a call that fails, not a service.
+            raise WorkerDied(f"its process could not be started: {error}") from error
         try:
             if self._closed:
                 raise WorkerDied("the pool of workers was closed while a worker started")
-            _checked(await worker.ask(_frame({"load": self._preload}), timeout_s=START_TIMEOUT_S))
+            _checked(await worker.ask(to_frame({"load": self._preload}), timeout_s=START_TIMEOUT_S))
         except BaseException:
             self._discard(worker)
             raise
+        self._alive.add(worker)
         return worker
-
-    def _discard(self, worker: _Worker) -> None:
-        """Kill a worker; the event loop reaps it, close() waits for those of this moment."""
-        worker.kill()
-        self._alive = {other for other in self._alive if other.process.returncode is None}
-
-
-def _load(reference: str) -> Callable[..., Any] | None:
-    """Import a module, or what a `module:function` names in it (imported here: the pool itself
-    needs nothing of it).
-    """
-    import importlib
-
-    module_name, _, path = reference.partition(":")
-    found: Any = importlib.import_module(module_name)
-    for part in path.split(".") if path else ():
-        found = getattr(found, part)
-    return found if path else None
-
-
-def _answer(request: dict[str, Any], loaded: dict[str, Callable[..., Any]]) -> bytes:
-    """Do what one frame asks; the frame to send back. Never raises: SystemExit of user code is an
-    answer, too.
-    """
-    stage = "load"
-    try:
-        for reference in request.get("load", [request.get("call")]):
-            if reference not in loaded:
-                function = _load(reference)
-                if function is not None:
-                    loaded[reference] = function
-        if "load" in request:
-            return _frame({"value": None})
-        stage = "call"
-        logged: list[tuple[str, float]] = []
-        kwargs = request["kwargs"]
-        if request["logs"]:
-            kwargs[LOG_ARGUMENT] = lambda name, value: logged.append((str(name), float(value)))
-        value = loaded[request["call"]](**kwargs)
-        return _frame({"value": value, "logged": logged})
-    except BaseException as error:
-        # The first frame is this function's own; what the user can act on begins below it.
-        below = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        text = "".join(traceback.format_exception(type(error), error, below))
-        what = str(error).splitlines()[0] if str(error) else ""
-        return _frame(
-            {"while": stage, "error": f"{type(error).__name__}: {what}", "traceback": text}
-        )
-
-
-def _die_with_parent() -> None:
-    """End at once when the service is killed, also in the middle of a call that never returns
-    (Linux).
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _read(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next frame, or None at the end of the input."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (length,) = HEADER.unpack(header)
-    body = stream.read(length)
-    if len(body) < length:
-        return None
-    request: dict[str, Any] = json.loads(body)
-    return request
-
-
-def _serve() -> None:
-    """Answer frames until the input ends."""
-    _die_with_parent()
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    assert hasattr(sys.stdout, "reconfigure")
-    sys.stdout.reconfigure(line_buffering=True)
-    loaded: dict[str, Callable[..., Any]] = {}
-    while (request := _read(requests)) is not None:
-        answers.write(_answer(request, loaded))
-        answers.flush()
-    # Not by returning: a thread that user code left running would keep the process.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -1,10 +1,10 @@
 """Reward functions: resolved once, then called for one group at a time, their answers checked.
 
 How a function is called is what users of TRL know: keyword arguments `prompts`, `completions`,
-`texts`, every column of the dataset row as a list with one entry a conversation, and the recipe's
-`params`; what the signature does not take is left out. By `log_metric`, which it takes by name, it
-can say numbers of its own. It returns one number or None (it abstains)
-a conversation. See docs/rewards.md.
+`texts` and a few more (OURS), every column of the dataset row as a list with one entry a
+conversation, and the recipe's `params`; what the signature does not take is left out. By
+`log_metric`, which it takes by name, it can say numbers of its own. It returns one number or None
+(it abstains) a conversation. See docs/rewards.md.
 """
 
 import asyncio
@@ -20,47 +20,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common import config, plugins, workers
+from services.common.background import Strays
 from services.common.errors import UserError
 from services.scorer.advantages import MAX_MAGNITUDE
+from services.scorer.conversations import Conversations
 
-OURS = ("prompts", "completions", "texts", workers.LOG_ARGUMENT)
+OURS = (
+    *("prompts", "completions", "texts", "end_reasons", "environments", "environment_rewards"),
+    workers.LOG_ARGUMENT,
+)
 """Arguments that a dataset column or a parameter of the same name cannot replace."""
 
 METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """What may stand in `rewards/NAME`."""
-
-Message = dict[str, str]
-"""`role` and `content`."""
 
 
 class RewardError(ValueError):
     """A function returned what cannot be read as rewards: no retry would help, the group is
     refused.
     """
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """One group, as reward functions see it."""
-
-    prompt: list[Message]
-    """The same for all."""
-    completions: list[list[Message]]
-    """What was said after the prompt, by conversation; failed conversations are not here."""
-    row: Mapping[str, Any]
-    """The dataset row's columns."""
-
-    def arguments(self) -> dict[str, Any]:
-        """`prompts`, `completions`, `texts`, and each column, as lists with one entry a
-        conversation.
-        """
-        number = len(self.completions)
-        columns = {name: [value] * number for name, value in self.row.items()}
-        return columns | {
-            "prompts": [self.prompt] * number,
-            "completions": self.completions,
-            "texts": [_last_text(completion) for completion in self.completions],
-        }
 
 
 @dataclass(frozen=True)
@@ -179,8 +157,8 @@ class Judges:
     functions: tuple[Function, ...]
     pool: workers.Pool
     timeout_s: float
-    _stray: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Async calls cut off that have not ended yet; kept from the garbage collector."""
+    _stray: Strays = field(default_factory=Strays)
+    """Async calls, also those cut off that have not ended yet."""
 
     async def judge(self, conversations: Conversations) -> list[Verdict]:
         """Call all functions at once for one group; a verdict each, in the recipe's order.
@@ -200,7 +178,7 @@ class Judges:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one(self, function: Function, conversations: Conversations) -> Verdict:
-        number = len(conversations.completions)
+        number = len(conversations.members)
         lasted_s: list[float] = []
         logged: list[tuple[str, float]] = []
 
@@ -255,15 +233,11 @@ class Judges:
             return await function.call(**(copy.deepcopy(arguments) | given))
 
         begin_s = time.monotonic()
-        task = asyncio.create_task(run())
-        self._stray.add(task)
-        task.add_done_callback(self._stray.discard)
         try:
-            done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
+            task = await self._stray.outcome(run(), timeout_s=self.timeout_s)
         finally:
-            task.cancel()
             took(time.monotonic() - begin_s)
-        if not done:
+        if task is None:
             raise workers.CallTimedOut(f"did not return within {self.timeout_s:g} s")
         if task.cancelled():
             raise workers.CallRaised("CancelledError: it cancelled itself", traceback_text="")
@@ -321,12 +295,6 @@ def _number(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf
-
-
-def _last_text(completion: Sequence[Message]) -> str:
-    """What the assistant said last; empty when it said nothing."""
-    said = [message["content"] for message in completion if message["role"] == "assistant"]
-    return said[-1] if said else ""
 
 
 def _signature(call: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.common.background import guarded, unless
+from services.common.background import Strays, guarded, unless
+from tests.waiting import until
 
 
 async def for_ever(ended: list[str] | None = None) -> None:
@@ -71,3 +72,50 @@ async def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:
     asyncio.get_running_loop().call_soon(event.set)
     assert await unless(event, guarded(then_one(for_ever()), stubborn())) is None
     assert ended == ["ended"]
+
+
+async def test_a_stray_that_ignores_its_cancellation_is_not_waited_for() -> None:
+    strays, go = Strays(), asyncio.Event()
+
+    async def stubborn() -> None:
+        while not go.is_set():
+            try:
+                await go.wait()
+            except asyncio.CancelledError:
+                continue
+        raise ValueError("too late to be told")
+
+    assert await strays.outcome(stubborn(), timeout_s=0.01) is None
+    caller = asyncio.create_task(strays.outcome(stubborn(), timeout_s=60))
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert len(strays) == 2
+    go.set()
+    await until(lambda: len(strays) == 0)
+
+
+async def test_an_outcome_is_a_result_an_exception_or_a_cancellation_of_its_own() -> None:
+    strays = Strays()
+
+    async def cancels_itself() -> None:
+        raise asyncio.CancelledError
+
+    async def leaves() -> None:
+        raise SystemExit(3)
+
+    answered = await strays.outcome(answer(), timeout_s=60)
+    assert answered is not None
+    assert answered.result() == 42
+    failed = await strays.outcome(fail(), timeout_s=60)
+    assert failed is not None
+    assert isinstance(failed.exception(), ValueError)
+    cancelled = await strays.outcome(cancels_itself(), timeout_s=60)
+    assert cancelled is not None
+    assert cancelled.cancelled()
+    left = await strays.outcome(leaves(), timeout_s=60)
+    assert left is not None
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        left.result()
+    assert len(strays) == 0

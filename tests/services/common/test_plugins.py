@@ -64,7 +64,8 @@ def test_each_mistake_is_one_line_with_the_key(folder: Path, reference: str, mes
 def test_built_in_rewards_load_without_what_they_need() -> None:
     functions = [config.RewardFunction(function=name) for name in plugins.BUILTIN_REWARDS]
     loaded = plugins.load_rewards(config.Rewards(functions=tuple(functions)))
-    assert [function.__name__ for function in loaded] == ["reasoning_gym", "exact_match"]
+    names = [function.__name__ for function in loaded]
+    assert names == ["reasoning_gym", "exact_match", "environment"]
 
 
 def test_a_built_in_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ async def test_an_exception_comes_back_with_the_users_traceback() -> None:
         with pytest.raises(workers.CallRaised, match="KeyError: 'no such thing'") as caught:
             await pool.call(f"{HERE}:fails", {}, timeout_s=LONG_S)
         assert 'raise KeyError("no such thing")' in caught.value.traceback_text
-        assert "workers.py" not in caught.value.traceback_text
+        assert "worker_process.py" not in caught.value.traceback_text
         with pytest.raises(workers.CallRaised, match="SystemExit: 4"):
             await pool.call(f"{HERE}:leaves", {}, timeout_s=LONG_S)
         with pytest.raises(workers.CallRaised, match="type object cannot be sent as JSON"):
@@ -213,7 +213,7 @@ async def test_workers_end_with_a_service_that_is_killed(tmp_path: Path) -> None
 
 def test_a_worker_ends_with_its_input() -> None:
     worker = subprocess.Popen(
-        [sys.executable, "-m", "services.common.workers"],
+        [sys.executable, "-m", "services.common.worker_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -223,3 +223,196 @@ def test_a_worker_ends_with_its_input() -> None:
     assert worker.wait(PATIENCE_S) == 0
     assert worker.stdout.read() == b""
     worker.stdout.close()
+
+
+async def test_a_lease_keeps_its_process_and_what_calls_left_there(no_child_left: None) -> None:
+    async with Pool(2) as pool:
+        mine, others = await pool.lease(), await pool.lease()
+        await mine.call(f"{HERE}:store", {"key": "a", "value": [1]}, timeout_s=LONG_S)
+        assert await mine.call(f"{HERE}:stored", {"key": "a"}, timeout_s=LONG_S) == [1]
+        assert await others.call(f"{HERE}:stored", {"key": "a"}, timeout_s=LONG_S) is None
+        assert (pool.alive, pool.idle) == (2, 0)
+        mine.release()
+        mine.release()
+        assert (pool.alive, pool.idle) == (2, 1)
+        with pytest.raises(workers.WorkerDied, match="has been ended"):
+            await mine.call(f"{HERE}:pid", {}, timeout_s=LONG_S)
+        # Used last, used next; what is in it is still there.
+        async with asyncio.timeout(LONG_S):
+            again = await pool.lease()
+        assert await again.call(f"{HERE}:stored", {"key": "a"}, timeout_s=LONG_S) == [1]
+        again.discard()
+        again.release()
+        assert again.ended
+        assert (pool.alive, pool.idle) == (1, 0)
+        others.release()
+
+
+async def test_a_lease_outlives_an_exception_and_no_timeout() -> None:
+    async with Pool(1) as pool:
+        lease = await pool.lease()
+        with pytest.raises(workers.CallRaised, match=r"^ValueError: first line$") as caught:
+            await lease.call(f"{HERE}:fails_at_length", {}, timeout_s=LONG_S)
+        assert caught.value.text == "ValueError: first line\nsecond line"
+        assert not lease.ended
+        took: list[float] = []
+        with pytest.raises(workers.CallTimedOut):
+            await lease.call(f"{HERE}:endless", {}, timeout_s=0.3, took=took.append)
+        assert lease.ended
+        assert len(took) == 1
+        with pytest.raises(workers.WorkerDied):
+            await lease.call(f"{HERE}:pid", {}, timeout_s=LONG_S)
+        lease.release()
+        assert (pool.alive, pool.idle) == (0, 0)
+        assert await pool.call(f"{HERE}:echo", {"a": 1}, timeout_s=LONG_S) == {"a": 1}
+        assert (pool.alive, pool.idle) == (1, 1)
+
+
+async def test_a_release_in_the_middle_of_a_call_ends_it() -> None:
+    async with Pool(1) as pool:
+        lease = await pool.lease()
+        call = asyncio.create_task(lease.call(f"{HERE}:endless", {}, timeout_s=LONG_S))
+        await asyncio.sleep(0)
+        lease.release()
+        with pytest.raises(workers.WorkerDied):
+            await call
+        assert await pool.call(f"{HERE}:echo", {}, timeout_s=LONG_S) == {}
+
+
+async def test_a_burst_of_quick_calls_stays_on_the_ready_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # This machine may be busy: a burst must be over before that.
+    monkeypatch.setattr(workers, "GROW_AFTER_S", LONG_S)
+    async with Pool(200, ready=2) as pool:
+        assert pool.alive == 2
+        for _ in range(3):
+            calls = (pool.call(f"{HERE}:pid", {}, timeout_s=LONG_S) for _ in range(100))
+            assert len(set(await asyncio.gather(*calls))) <= 2
+        assert (pool.alive, pool.idle) == (2, 2)
+
+
+async def test_slow_calls_do_not_hold_up_quick_ones(tmp_path: Path, no_child_left: None) -> None:
+    async with Pool(5, ready=1) as pool:
+        path = tmp_path / "go"
+        slow = [
+            asyncio.create_task(
+                pool.call(f"{HERE}:wait_for", {"path": str(path)}, timeout_s=LONG_S)
+            )
+            for _ in range(4)
+        ]
+        quick = await asyncio.gather(
+            *(pool.call(f"{HERE}:pid", {}, timeout_s=LONG_S) for _ in range(20))
+        )
+        assert not any(task.done() for task in slow)
+        assert len(set(quick)) == 1
+        await until(lambda: pool.alive == 5)
+        path.touch()
+        assert len({*quick, *await asyncio.gather(*slow)}) == 5
+        assert (pool.alive, pool.idle) == (5, 5)
+
+
+async def test_no_more_than_the_size_and_first_come_first_served(tmp_path: Path) -> None:
+    async with Pool(2, ready=1) as pool:
+        path, order = tmp_path / "go", list[int]()
+        slow = [
+            asyncio.create_task(
+                pool.call(f"{HERE}:wait_for", {"path": str(path)}, timeout_s=LONG_S)
+            )
+            for _ in range(2)
+        ]
+        await until(lambda: pool.alive == 2)
+
+        async def take(number: int) -> None:
+            lease = await pool.lease()
+            order.append(number)
+            await lease.call(f"{HERE}:pid", {}, timeout_s=LONG_S)
+            lease.release()
+
+        quick = [asyncio.create_task(take(number)) for number in range(10)]
+        await asyncio.sleep(3 * workers.GROW_AFTER_S)
+        assert order == []
+        assert pool.alive == 2
+        path.touch()
+        await asyncio.gather(*slow, *quick)
+        assert order == list(range(10))
+
+
+async def test_it_serves_after_many_timeouts(no_child_left: None) -> None:
+    async with Pool(4, ready=2) as pool:
+        ended = await asyncio.gather(
+            *(pool.call(f"{HERE}:endless", {}, timeout_s=0.05) for _ in range(24)),
+            return_exceptions=True,
+        )
+        assert [type(each) for each in ended] == [workers.CallTimedOut] * 24
+        assert (pool.alive, pool.idle) == (0, 0)
+        served = await asyncio.gather(
+            *(pool.call(f"{HERE}:echo", {"n": n}, timeout_s=LONG_S) for n in range(24))
+        )
+        assert served == [{"n": n} for n in range(24)]
+        assert pool.alive == pool.idle
+        assert 1 <= pool.alive <= 4
+
+
+async def test_a_cancellation_leaks_nothing_wherever_it_comes() -> None:
+    """In a call, in the wait for a worker, and in the turn of the loop in which one is handed
+    over."""
+    async with Pool(1) as pool:
+        held = await pool.lease()
+        waiting = [asyncio.create_task(pool.lease()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        held.release()
+        waiting[1].cancel()
+        lease = await waiting[2]
+        assert [task.cancelled() for task in waiting] == [True, True, False]
+        lease.release()
+        assert (pool.alive, pool.idle) == (1, 1)
+        for delay_s in (0, 0, 0.001, 0.01, 0.05, 0.2):
+            calls = [
+                asyncio.create_task(pool.call(f"{HERE}:nap", {"seconds": 0.02}, timeout_s=LONG_S))
+                for _ in range(4)
+            ]
+            await asyncio.sleep(delay_s)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            # One may still be starting, for nobody.
+            assert pool.alive == pool.idle <= 1
+        assert await pool.call(f"{HERE}:echo", {}, timeout_s=LONG_S) == {}
+        assert (pool.alive, pool.idle) == (1, 1)
+
+
+async def test_who_waits_is_told_that_no_worker_can_be_started(tmp_path: Path) -> None:
+    """Not left waiting: the module that all workers import is gone by the time of a
+    replacement."""
+    module = tmp_path / "passing.py"
+    module.write_text("")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        async with Pool(3, ready=1, preload=["passing"]) as pool:
+            module.unlink()
+            held = await pool.lease()
+            # One more is wanted and cannot be had, but this one comes back.
+            second = asyncio.create_task(pool.lease())
+            done, _ = await asyncio.wait({second}, timeout=4 * workers.GROW_AFTER_S)
+            assert not done
+            held.release()
+            (await second).discard()
+            with pytest.raises(workers.LoadFailed, match="No module named 'passing'"):
+                await pool.call(f"{HERE}:pid", {}, timeout_s=LONG_S)
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+async def test_who_waits_is_told_that_the_pool_is_closed() -> None:
+    pool = Pool(2, ready=1)
+    await pool.start()
+    await pool.lease()
+    waiting = [asyncio.create_task(pool.lease()) for _ in range(3)]
+    await asyncio.sleep(1.5 * workers.GROW_AFTER_S)
+    await pool.close()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    # A second worker may have been started just before.
+    assert sum(isinstance(each, workers.WorkerDied) for each in results) >= 2
+    assert (pool.alive, pool.idle) == (0, 0)

@@ -69,3 +69,23 @@ def dies() -> None:
 
 def unsendable() -> object:
     return object()
+
+
+STORED: dict[str, Any] = {}
+
+
+def store(key: str, value: Any) -> None:
+    STORED[key] = value
+
+
+def stored(key: str) -> Any:
+    return STORED.get(key)
+
+
+def nap(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def fails_at_length() -> None:
+    raise ValueError("first line\nsecond line")

@@ -11,7 +11,9 @@ import pytest
 from services.common import config, workers
 from services.common.errors import UserError
 from services.scorer import rewards
-from services.scorer.rewards import Conversations, Judges, RewardError, read_rewards
+from services.scorer.conversations import Conversation, Conversations
+from services.scorer.rewards import Judges, RewardError, read_rewards
+from tests.waiting import until
 
 HERE = "tests.services.scorer.reward_functions"
 
@@ -33,11 +35,12 @@ async def judges(recipe: config.Rewards) -> AsyncIterator[Judges]:
 
 
 def group(*texts: str, **row: Any) -> Conversations:
-    return Conversations(
-        prompt=[{"role": "user", "content": "Solve."}],
-        completions=[[{"role": "assistant", "content": text}] for text in texts],
-        row=row,
-    )
+    prompt = [{"role": "user", "content": "Solve."}]
+    members = [
+        Conversation(prompt, [{"role": "assistant", "content": text}], end_reason="stop")
+        for text in texts
+    ]
+    return Conversations(members, row=row)
 
 
 async def test_functions_of_all_kinds_are_called_for_the_whole_group() -> None:
@@ -65,7 +68,7 @@ async def test_arguments_are_columns_and_params_and_our_names_win(tmp_path: Path
     recipe = settings({"function": "HERE:everything", "params": {"beta": 2}})
     async with judges(recipe) as called:
         (verdict,) = await called.judge(
-            group("x", "y", path=path, answer=7, texts="a column", tags=["p", None])
+            group("x", "y", path=path, answer=7, texts="a", end_reasons="b", tags=["p", None])
         )
     assert verdict.rewards == [0, 0]
     prompt = [{"role": "user", "content": "Solve."}]
@@ -76,6 +79,9 @@ async def test_arguments_are_columns_and_params_and_our_names_win(tmp_path: Path
             [{"role": "assistant", "content": "x"}],
             [{"role": "assistant", "content": "y"}],
         ],
+        "end_reasons": ["stop", "stop"],
+        "environment_rewards": [None, None],
+        "environments": ["", ""],
         "path": [path, path],
         "prompts": [prompt, prompt],
         "tags": [["p", None], ["p", None]],
@@ -83,21 +89,26 @@ async def test_arguments_are_columns_and_params_and_our_names_win(tmp_path: Path
     }
 
 
-def test_texts_are_what_the_assistant_said_last() -> None:
-    conversations = Conversations(
-        prompt=[],
-        completions=[
-            [
-                {"role": "assistant", "content": "first"},
-                {"role": "tool", "content": "result"},
-                {"role": "assistant", "content": "last"},
-                {"role": "tool", "content": "unused"},
-            ],
-            [],
-        ],
-        row={},
-    )
-    assert conversations.arguments()["texts"] == ["last", ""]
+@pytest.mark.parametrize("name", rewards.OURS)
+def test_no_column_and_no_parameter_replaces_what_is_ours(name: str) -> None:
+    function = {"function": "HERE:everything", "params": {name: 1}}
+    with pytest.raises(UserError, match=f"{name} is given by the scorer"):
+        rewards.resolve(settings(function))
+    if name != workers.LOG_ARGUMENT:  # it is no list: the call itself gives it
+        assert group("x", **{name: 7}).arguments() == group("x").arguments()
+    given = set(group("x").arguments()) | {workers.LOG_ARGUMENT}
+    assert given == set(rewards.OURS)
+
+
+async def test_the_environment_s_reward_is_what_it_gave_and_abstains_without_one() -> None:
+    members = [
+        Conversation([], [], "stop", environment="Guess", environment_reward=reward)
+        for reward in (0.25, None, 0.0, math.nan)
+    ]
+    async with judges(settings("environment")) as called:
+        (verdict,) = await called.judge(Conversations(members, row={}))
+    assert (verdict.name, verdict.rewards) == ("environment", [0.25, None, 0.0, None])
+    assert verdict.num_nonfinite == 1
 
 
 async def test_none_survives_the_worker_and_nan_abstains_and_is_counted() -> None:
@@ -151,8 +162,7 @@ async def test_an_async_function_that_ignores_cancellation_is_not_waited_for() -
         (verdict,) = await called.judge(group("a"))
         assert verdict.failure is not None
         assert called._stray
-        while called._stray:
-            await next(iter(called._stray))
+        await until(lambda: not called._stray)
 
 
 async def test_a_function_may_say_numbers_of_its_own() -> None:
