@@ -57,6 +57,11 @@ def exact_match(*, texts: list[str], column: str = "answer", **columns: list[Any
     return [float(text.strip() == right.strip()) for text, right in zip(texts, wanted, strict=True)]
 
 
+def environment(*, environment_rewards: list[float | None]) -> list[float | None]:
+    """What each conversation's environment says of it; it abstains where that is nothing."""
+    return environment_rewards
+
+
 @functools.cache
 def _scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
     # Not at the top: the package takes a second and a half to import, and only workers need it.

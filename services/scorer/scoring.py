@@ -12,7 +12,8 @@ from services.common.config import Recipe
 from services.common.custom_metrics import CUSTOM_PREFIX
 from services.common.recorder import Recorder
 from services.scorer.advantages import GroupAdvantages, combine, group_advantages
-from services.scorer.rewards import Conversations, Judges, Verdict
+from services.scorer.conversations import Conversations
+from services.scorer.rewards import Judges, Verdict
 
 COMPLAIN_EVERY_S = 60.0
 """A function that keeps failing is logged once in so long, with the number of failures between."""
@@ -49,7 +50,7 @@ async def score(
             weights=weights,
             on_abstain=recipe.rewards.on_abstain,
         )
-        for position in range(len(conversations.completions))
+        for position in range(len(conversations.members))
     ]
     advantages = group_advantages(
         [None] * len(totals) if evaluation else totals, scale=recipe.advantage.scale

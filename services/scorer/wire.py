@@ -3,13 +3,18 @@ group is written.
 """
 
 import json
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from headrace.v1 import rollout_pb2, sample_pb2
 
 from services.common.sequences import broken_invariant
-from services.scorer.rewards import Conversations, Message
+from services.scorer.conversations import Conversation, Conversations, Message
 from services.scorer.scoring import Judgement
+
+MAX_NESTING = 100
+"""Deepest arguments of a tool call: Python's json and copy give up at a few hundred levels, in the
+middle of a call of a reward function."""
 
 
 class Malformed(ValueError):
@@ -44,24 +49,87 @@ def check_group(group: rollout_pb2.RolloutGroup) -> None:
 
 
 def read_conversations(group: rollout_pb2.RolloutGroup) -> Conversations:
-    """The group as reward functions see it. Raises Malformed when `row_json` is no JSON object."""
+    """The group as reward functions see it. Raises Malformed when `row_json` or a tool call's
+    arguments are no JSON object, or an end reason is unknown.
+    """
     try:
         row = json.loads(group.request.row_json or "{}")
     except ValueError as error:
         raise Malformed(f"row_json is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise Malformed(f"row_json is a {type(row).__name__}, not an object of columns")
+    asked = [_message(message, where="the request") for message in group.request.messages]
     return Conversations(
-        prompt=[_message(message) for message in group.request.messages],
-        completions=[
-            [_message(message) for message in rollout.completion] for rollout in group.rollouts
-        ],
-        row=row,
+        members=[_conversation(rollout, asked=asked) for rollout in group.rollouts], row=row
     )
 
 
-def _message(message: rollout_pb2.ChatMessage) -> Message:
-    return {"role": message.role, "content": message.content}
+def _conversation(rollout: rollout_pb2.Rollout, *, asked: list[Message]) -> Conversation:
+    where = f"rollout {rollout.rollout_id!r}"
+    return Conversation(
+        prompt=[_message(message, where=where) for message in rollout.prompt] or asked,
+        completion=[_message(message, where=where) for message in rollout.completion],
+        end_reason=_end_reason(rollout.end_reason, where=where),
+        environment=rollout.environment,
+        # An absent reward is no 0.
+        environment_reward=(
+            rollout.environment_reward if rollout.HasField("environment_reward") else None
+        ),
+    )
+
+
+def _end_reason(value: "rollout_pb2.EndReason.ValueType", *, where: str) -> str:
+    """END_REASON_TURNS -> "turns"; empty where it was not given."""
+    if value == rollout_pb2.END_REASON_UNSPECIFIED:
+        return ""
+    if value not in rollout_pb2.EndReason.values():
+        raise Malformed(f"{where}: there is no end reason {value}")
+    return rollout_pb2.EndReason.Name(value).removeprefix("END_REASON_").lower()
+
+
+def _message(message: rollout_pb2.ChatMessage, *, where: str) -> Message:
+    read: Message = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        read["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        read["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": _arguments(call, where=where),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        read |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    return read
+
+
+def _arguments(call: rollout_pb2.ToolCall, *, where: str) -> dict[str, Any]:
+    where = f"{where}: the arguments of tool call {call.id!r}"
+    try:
+        arguments = json.loads(call.arguments_json)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"{where} are not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise Malformed(f"{where} are a {type(arguments).__name__}, not an object")
+    if _nesting(arguments) > MAX_NESTING:
+        raise Malformed(f"{where} are nested deeper than {MAX_NESTING} levels")
+    return arguments
+
+
+def _nesting(value: Any) -> int:
+    """Levels of objects and arrays: 7 -> 0, {} -> 1, {"a": [7]} -> 2."""
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [
+            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return depth
 
 
 def write_scored(

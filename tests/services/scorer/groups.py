@@ -21,6 +21,17 @@ def sequence(
     )
 
 
+def drops_reasoning() -> list[rollout_pb2.Sequence]:
+    """C07: a prompt of 3 tokens, 1,500 of thinking and a call of 10; a second prompt without the
+    thinking, with a result of 2; an answer of 5. 1,513 tokens, of which 1,510 are trained, and 20,
+    of which 5.
+    """
+    return [
+        sequence(range(1, 1514), [0] * 3 + [1] * 1510, [0.0] * 3 + [-0.1] * 1510),
+        sequence(range(1, 21), [0] * 15 + [1] * 5, [0.0] * 15 + [-0.2] * 5),
+    ]
+
+
 def group_of(
     *texts: str,
     group_id: str = "0.0.1.0",

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import reasoning_gym as gym
 
-from services.scorer.builtin_rewards import exact_match, reasoning_gym
+from services.scorer.builtin_rewards import environment, exact_match, reasoning_gym
 
 
 def rows_of(task: str, number: int, **params: Any) -> list[dict[str, Any]]:
@@ -50,3 +50,7 @@ def test_exact_match_compares_stripped_text() -> None:
     assert exact_match(texts=["b"], column="gold", answer=["a"], gold=[" b "]) == [1]
     with pytest.raises(KeyError, match="the column 'gold'"):
         exact_match(texts=["b"], column="gold", answer=["a"])
+
+
+def test_environment_gives_what_there_is() -> None:
+    assert environment(environment_rewards=[0.5, None, 0.0]) == [0.5, None, 0.0]

@@ -17,7 +17,7 @@ from services.common.queue import GROUP, QueueClient
 from services.common.recorder import Recorder
 from services.common.streams import Stage
 from services.scorer import rewards, service
-from tests.services.scorer.groups import group_of
+from tests.services.scorer.groups import drops_reasoning, group_of
 from tests.services.scorer.measured import values
 from tests.waiting import PATIENCE_S, until
 
@@ -186,6 +186,34 @@ async def test_abstentions_stay_outside_the_baseline(valkey_url: str) -> None:
         "0.0.1.0/2",
         "0.0.1.0/3",
     ]
+
+
+async def test_conversations_of_an_environment_are_scored_by_it(valkey_url: str) -> None:
+    group = group_of("a", "b", "c", "d")
+    for rollout, reward in zip(group.rollouts, (1.0, None, 0.0, 1.0), strict=True):
+        rollout.environment = "Guess"
+        if reward is not None:
+            rollout.environment_reward = reward
+    del group.rollouts[0].sequences[:]
+    group.rollouts[0].sequences.extend(drops_reasoning())
+    del group.rollouts[2].sequences[:]
+    recipe = recipe_of("environment", environments={"classes": [{"environment": "games:Guess"}]})
+    async with river(valkey_url, recipe) as seen:
+        await seen.put(group)
+        [scored] = await seen.scored("samples", 1)
+        [entry] = await seen.entries("samples", 1)
+        await seen.stop()
+    assert [rollout.HasField("reward") for rollout in scored.rollouts] == [True, False, True, True]
+    advantages = [rollout.advantage for rollout in scored.rollouts]
+    assert advantages == pytest.approx([0.70711, 0, -1.41421, 0.70711], abs=1e-5)
+    samples = [(sample.rollout_id[-1], sample.index) for sample in scored.samples]
+    assert samples == [("0", 0), ("0", 1), ("3", 0)]
+    assert {sample.advantage for sample in scored.samples} == {scored.rollouts[0].advantage}
+    assert entry["n"] == b"3"
+    measured = values(seen.recorder)
+    # Once for a conversation, however many sequences it has.
+    assert measured["rewards/environment"] == measured["reward"] == (3, 2.0)
+    assert measured["reward/unscored_total"] == 1
 
 
 async def test_groups_of_the_same_prompt_stay_apart(valkey_url: str) -> None:

@@ -1,3 +1,5 @@
+import copy
+import json
 import math
 from collections.abc import Callable
 
@@ -8,7 +10,7 @@ from services.scorer import wire
 from services.scorer.advantages import group_advantages
 from services.scorer.rewards import Verdict
 from services.scorer.scoring import Judgement
-from tests.services.scorer.groups import group_of, sequence
+from tests.services.scorer.groups import drops_reasoning, group_of, sequence
 
 
 def test_a_group_is_read_back_as_it_was_written() -> None:
@@ -75,6 +77,95 @@ def test_a_row_that_is_no_object_is_malformed(row_json: str) -> None:
         wire.read_conversations(group)
 
 
+def test_tool_calls_results_and_reasoning_are_read_where_there_are_any() -> None:
+    group = group_of("The tool says 7.")
+    call = rollout_pb2.ToolCall(id="call_0", name="add", arguments_json='{"a": 3, "b": [4]}')
+    asks = rollout_pb2.ChatMessage(
+        role="assistant", content="Adding.", tool_calls=[call], reasoning="A sum."
+    )
+    result = rollout_pb2.ChatMessage(role="tool", content="7", tool_call_id="call_0", name="add")
+    broken = rollout_pb2.ChatMessage(role="tool", content="that was no call")
+    group.rollouts[0].completion.insert(0, broken)
+    group.rollouts[0].completion.insert(0, result)
+    group.rollouts[0].completion.insert(0, asks)
+    # A prompt may show how a tool is used.
+    group.request.messages.insert(0, asks)
+    read_call = {
+        "id": "call_0",
+        "type": "function",
+        "function": {"name": "add", "arguments": {"a": 3, "b": [4]}},
+    }
+    read_asks = {
+        "role": "assistant",
+        "content": "Adding.",
+        "reasoning_content": "A sum.",
+        "tool_calls": [read_call],
+    }
+    [member] = wire.read_conversations(group).members
+    assert member.completion == [
+        read_asks,
+        {"role": "tool", "content": "7", "tool_call_id": "call_0", "name": "add"},
+        {"role": "tool", "content": "that was no call", "tool_call_id": "", "name": ""},
+        {"role": "assistant", "content": "The tool says 7."},
+    ]
+    assert member.prompt == [read_asks, {"role": "user", "content": "Solve."}]
+
+
+def test_a_conversation_s_own_prompt_goes_before_the_request_s() -> None:
+    group = group_of("a", "b", "c")
+    for number, rollout in enumerate(group.rollouts[:2]):
+        rollout.prompt.add(role="user", content=f"Solve. {number}")
+        rollout.environment = "Guess"
+    group.rollouts[1].environment_reward = 0.0
+    conversations = wire.read_conversations(group)
+    prompts = [member.prompt[0]["content"] for member in conversations.members]
+    assert prompts == ["Solve. 0", "Solve. 1", "Solve."]
+    arguments = conversations.arguments()
+    assert arguments["environments"] == ["Guess", "Guess", ""]
+    # An absent reward is not a 0.
+    assert arguments["environment_rewards"] == [None, 0.0, None]
+
+
+def test_end_reasons_are_words() -> None:
+    reasons = rollout_pb2.EndReason.values()
+    group = group_of(*map(str, reasons))
+    for rollout, reason in zip(group.rollouts, reasons, strict=True):
+        rollout.end_reason = reason
+    read = wire.read_conversations(group).arguments()["end_reasons"]
+    assert read == ["", "stop", "length", "context", "turns", "time"]
+    group.rollouts[2].end_reason = 99  # type: ignore[assignment]
+    with pytest.raises(wire.Malformed, match=r"'0\.0\.1\.0/2': there is no end reason 99"):
+        wire.read_conversations(group)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("", "are not JSON"),
+        ('{"a": 1,', "are not JSON"),
+        ("[1, 2]", "are a list, not an object"),
+        ("null", "are a NoneType, not an object"),
+        ('{"a": ' + "[" * 100 + "]" * 100 + "}", "nested deeper than 100"),
+        ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", "are not JSON: maximum recursion depth"),
+    ],
+)
+def test_arguments_that_are_no_object_are_malformed(arguments: str, why: str) -> None:
+    group = group_of("a", "b")
+    call = rollout_pb2.ToolCall(id="call_3", name="f", arguments_json=arguments)
+    group.rollouts[1].completion[0].tool_calls.append(call)
+    with pytest.raises(wire.Malformed, match=rf"'0.0.1.0/1': the arguments of .*'call_3'.* {why}"):
+        wire.read_conversations(group)
+
+
+def test_the_deepest_arguments_can_be_copied_and_sent() -> None:
+    group = group_of("a")
+    arguments = '{"a": ' + "[" * 99 + "]" * 99 + "}"
+    call = rollout_pb2.ToolCall(id="c", name="f", arguments_json=arguments)
+    group.rollouts[0].completion[0].tool_calls.append(call)
+    given = wire.read_conversations(group).arguments()
+    assert json.loads(json.dumps(copy.deepcopy(given))) == given
+
+
 def judgement(rewards: list[float | None], *, name: str = "f") -> Judgement:
     return Judgement(
         verdicts=[Verdict(name=name, rewards=rewards)],
@@ -109,6 +200,33 @@ def test_every_sequence_of_a_scored_rollout_is_a_sample_with_its_advantage() -> 
     by_rollout = {rollout.rollout_id: rollout.advantage for rollout in scored.rollouts}
     assert all(sample.advantage == by_rollout[sample.rollout_id] for sample in scored.samples)
     assert all(sample.sequence == sequence() for sample in scored.samples)
+
+
+def test_a_forked_conversation_is_one_reward_and_a_sample_a_sequence() -> None:
+    group = group_of("a", "b")
+    del group.rollouts[0].sequences[:]
+    group.rollouts[0].sequences.extend(drops_reasoning())  # C07 a
+    wire.check_group(group)
+    scored = wire.write_scored(group, judgement([1, 0]), scorer="scorer-0")
+    assert [rollout.reward for rollout in scored.rollouts] == [1, 0]
+    samples = [
+        (sample.rollout_id, len(sample.sequence.trained_mask), sum(sample.sequence.trained_mask))
+        for sample in scored.samples
+    ]
+    assert samples == [("0.0.1.0/0", 1513, 1510), ("0.0.1.0/0", 20, 5), ("0.0.1.0/1", 4, 2)]
+    # Not [0.5, 0.5, -1]: a second sequence is no second vote in the baseline.
+    advantages = [sample.advantage for sample in scored.samples]
+    assert advantages == pytest.approx([1, 1, -1], abs=1e-5)
+    assert advantages[0] == advantages[1]
+
+
+def test_a_conversation_without_sequences_is_in_the_baseline() -> None:
+    group = group_of("a", "b", "c")
+    del group.rollouts[2].sequences[:]
+    scored = wire.write_scored(group, judgement([1, 1, 0]), scorer="scorer-0")
+    advantages = [rollout.advantage for rollout in scored.rollouts]
+    assert advantages == pytest.approx([0.70711, 0.70711, -1.41421], abs=1e-5)
+    assert [sample.rollout_id for sample in scored.samples] == ["0.0.1.0/0", "0.0.1.0/1"]
 
 
 def test_identity_and_versions_are_passed_on() -> None:
