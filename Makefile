@@ -11,10 +11,13 @@ INSTALLED := $(VENV)/.installed
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(INSTALLED): requirements/all.txt pyproject.toml
+$(INSTALLED): requirements/all.txt requirements/openenv.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -qq --no-deps $(PIP_ARGS) -r requirements/all.txt
 	$(BIN)/pip install --disable-pip-version-check -qq --no-deps --no-build-isolation -e .
+	rm -rf $(VENV)/openenv
+	$(BIN)/pip install --disable-pip-version-check -qq --no-deps $(PIP_ARGS) \
+		--target $(VENV)/openenv -r requirements/openenv.txt
 	touch $@
 
 demo: $(INSTALLED)  ## train a tiny model on one-digit sums, everything on this machine

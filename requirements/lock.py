@@ -4,6 +4,10 @@ pip resolves each extra of pyproject.toml together with all others, so that one 
 serves every service; the lists are then installed with `--no-deps`. Three packages that vLLM
 declares are left out: their wheels are built for another torch and break `import transformers`
 ("operator torchvision::nms does not exist"); nothing on the text path imports them.
+
+`openenv.txt` is no service's: it is what an environment server of the tests needs beside `all.txt`,
+for a folder of its own (`pip install --target`), since openenv needs mcp < 2 where vLLM needs
+mcp >= 2. Its gradio is left out: servers show no page unless they are told to.
 """
 
 import json
@@ -15,6 +19,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+SERVER = "openenv==0.10.*"
+"""What environment servers of the tests are made with."""
+NOT_SERVED = {"gradio"}
+OTHERWISE = {"mcp"}
+"""Packages that SERVER needs in another version than `all.txt` has."""
 HEADER = "# Written by requirements/lock.py; install with `pip install --no-deps -r`.\n"
 
 
@@ -46,7 +55,13 @@ def resolve(requirements: list[str]) -> tuple[dict[str, str], dict[str, list[str
     return versions, needs
 
 
-def closure(roots: list[str], versions: dict[str, str], needs: dict[str, list[str]]) -> set[str]:
+def closure(
+    roots: list[str],
+    versions: dict[str, str],
+    needs: dict[str, list[str]],
+    *,
+    left_out: set[str] = LEFT_OUT,
+) -> set[str]:
     """All packages that `roots` need, extras and environment markers respected."""
     from packaging.requirements import Requirement
 
@@ -56,7 +71,7 @@ def closure(roots: list[str], versions: dict[str, str], needs: dict[str, list[st
     while todo:
         requirement = todo.pop()
         name = normalise(requirement.name)
-        if str(requirement) in seen or name in LEFT_OUT or name not in versions:
+        if str(requirement) in seen or name in left_out or name not in versions:
             continue
         seen.add(str(requirement))
         found.add(name)
@@ -79,10 +94,21 @@ def main() -> None:
     lists = {name: [*project["dependencies"], *lines] for name, lines in extras.items()}
     lists["all"] = everything
     for name, roots in lists.items():
-        pins = sorted(
-            f"{package}=={versions[package]}" for package in closure(roots, versions, needs)
-        )
-        (HERE / f"{name}.txt").write_text(HEADER + "\n".join(pins) + "\n")
+        write(name, closure(roots, versions, needs), versions)
+    write_server(versions)
+
+
+def write(name: str, packages: set[str], versions: dict[str, str]) -> None:
+    """Write one list."""
+    pins = sorted(f"{package}=={versions[package]}" for package in packages)
+    (HERE / f"{name}.txt").write_text(HEADER + "\n".join(pins) + "\n")
+
+
+def write_server(locked: dict[str, str]) -> None:
+    """Write `openenv.txt`: what SERVER needs that is not `locked`, or is in another version."""
+    versions, needs = resolve([SERVER])
+    packages = closure([SERVER], versions, needs, left_out=NOT_SERVED)
+    write("openenv", (packages - locked.keys()) | (packages & OTHERWISE), versions)
 
 
 if __name__ == "__main__":

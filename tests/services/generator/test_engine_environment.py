@@ -4,28 +4,28 @@ from pathlib import Path
 
 import pytest
 
-from services.generator import environment
-from services.generator.environment import SMALL_VOCABULARY
+from services.generator import engine_environment
+from services.generator.engine_environment import SMALL_VOCABULARY
 
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A driver's device file, not there yet."""
     path = tmp_path / "gpu"
-    monkeypatch.setattr(environment, "GPU_DRIVERS", (path,))
+    monkeypatch.setattr(engine_environment, "GPU_DRIVERS", (path,))
     return path
 
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Path:
-    path = tmp_path / "bin" / environment.CXX
+    path = tmp_path / "bin" / engine_environment.CXX
     path.parent.mkdir()
     path.touch(0o755)
     return path
 
 
 def prepared(vocab_size: int | None, *, enforce_eager: bool = True, **environ: str) -> str | None:
-    environment.prepare(enforce_eager=enforce_eager, vocab_size=vocab_size, environ=environ)
+    engine_environment.prepare(enforce_eager=enforce_eager, vocab_size=vocab_size, environ=environ)
     return environ.get("TORCHDYNAMO_DISABLE")
 
 
@@ -52,6 +52,6 @@ def test_gpus_and_what_the_user_set_are_left_alone(gpu: Path) -> None:
 
 def test_the_vocabulary_is_that_of_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 103}')
-    assert environment.vocab_size(tmp_path) == 103
+    assert engine_environment.vocab_size(tmp_path) == 103
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 103}}')
-    assert environment.vocab_size(tmp_path) is None
+    assert engine_environment.vocab_size(tmp_path) is None
