@@ -61,7 +61,7 @@ def of(key: str, **rest: str) -> Metric:
         (
             "planned",
             {"trainer"},
-            "planned: emitted, and still declared as planned (3 of 8)",
+            "planned: emitted, and still declared as planned (4 of 8)",
         ),
         (
             "conditional",
@@ -82,7 +82,7 @@ def test_what_is_emitted_must_be_declared_so(
         [
             of("a"),
             of("b/{c}"),
-            of("planned", since="3 of 8"),
+            of("planned", since="4 of 8"),
             of("conditional", only_when="it is"),
             of("ingest/rejected/{reason}", only_when="it is"),
         ]
@@ -92,7 +92,7 @@ def test_what_is_emitted_must_be_declared_so(
 
 
 def test_what_is_declared_must_be_emitted() -> None:
-    catalogue = Catalogue([of("a"), of("b/{c}"), of("p", since="3 of 8"), of("c", only_when="d")])
+    catalogue = Catalogue([of("a"), of("b/{c}"), of("p", since="4 of 8"), of("c", only_when="d")])
     assert list(disagreements(catalogue, {})) == [
         "a: declared, and nobody emits it",
         "b/{c}: declared, and nobody emits it",

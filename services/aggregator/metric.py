@@ -38,7 +38,7 @@ class Metric:
     producers: Services
     meaning: str
     since: str | None = None
-    """The part of the plan that will record it, as "3 of 8"; None once it is recorded. It is taken
+    """The part of the plan that will record it, as "4 of 8"; None once it is recorded. It is taken
     all the same when somebody records it before.
     """
     only_when: str | None = None

@@ -1,8 +1,9 @@
 """vLLM's AsyncLLM in this process: token ids in, exactly what was sampled out, weights replaced
 while requests run.
 
-With weight_backend.py the only module that imports vLLM (its names move between releases; pinned to
-0.32). A dead engine cannot be restarted in place: the process exits and is started again.
+With weight_backend.py and vllm_parsers.py the only module that imports vLLM (its names move
+between releases; pinned to 0.32). A dead engine cannot be restarted in place: the process exits and
+is started again.
 """
 
 import asyncio
@@ -28,13 +29,13 @@ from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from services.common.config import Generator
 from services.common.errors import UserError
+from services.common.generation_config import Generator
 from services.generator import weight_backend
-from services.generator.types import EngineDead, Generated, LoadTimes, Span
+from services.generator.types import EngineDead, Generated, GenerateFailed, LoadTimes, Span
 
 EXTENSION = "services.generator.weight_backend.Extension"
 """What vLLM imports in its workers."""
@@ -49,7 +50,7 @@ end by themselves, so that its own default only means 5 s more at each end."""
 
 
 class Engine:
-    """One vLLM engine. Build with `start()`; it holds dummy weights until `load()`."""
+    """One vLLM engine. Build with `start()`."""
 
     def __init__(self, llm: AsyncLLM, *, seeded: bool) -> None:
         self._llm = llm
@@ -67,9 +68,10 @@ class Engine:
         dtype: str,
         extension: str = EXTENSION,
         enable_prefix_caching: bool = True,
+        with_weights: bool = False,
     ) -> "Engine":
-        """Start the engine's processes on a model folder (configuration only is read; weights are
-        dummies).
+        """Start the engine's processes on a model folder. Its configuration alone is read, and
+        weights are dummies until `load()`, unless `with_weights`: then they are the folder's.
 
         Raises UserError for what vLLM cannot serve as configured.
         """
@@ -87,7 +89,7 @@ class Engine:
         weight_backend.register()
         arguments = AsyncEngineArgs(
             model=str(folder),
-            load_format="dummy",
+            load_format="auto" if with_weights else "dummy",
             skip_tokenizer_init=True,
             dtype=dtype,
             seed=random.SystemRandom().randrange(1 << 31),
@@ -133,7 +135,8 @@ class Engine:
 
         `sampled` is called once with the number of tokens that the engine has generated, also where
         the call fails. Cancelling it aborts the request in the engine. Raises EngineDead when the
-        engine has died, and ValueError when the prompt does not fit.
+        engine has died, GenerateFailed when it failed at this request alone, and ValueError when
+        the prompt does not fit.
         """
         parameters = SamplingParams(
             n=1,
@@ -283,11 +286,13 @@ async def _last(stream: AsyncIterator[Any]) -> Any:
 
 @contextmanager
 def _death() -> Iterator[None]:
-    """Raise EngineDead where vLLM says so in its own words."""
+    """Raise EngineDead, or GenerateFailed, where vLLM says so in its own words."""
     try:
         yield
     except EngineDeadError as error:
         raise EngineDead("vLLM's engine has died; its own message is above in this log") from error
+    except EngineGenerateError as error:
+        raise GenerateFailed(f"vLLM failed at a request: {error.__cause__!r}") from error
 
 
 def _on_one_core() -> bool:

@@ -1,33 +1,44 @@
-"""One request to one group of rollouts: all conversations of a prompt, and what is measured
-about them."""
+"""One request to one group of rollouts: all conversations of a prompt, side by side."""
 
 import asyncio
+import functools
 import hashlib
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
-from headrace.v1 import rollout_pb2 as wire
+from headrace.v1 import rollout_pb2
 
-from services.common.config import Recipe
 from services.common.recorder import Recorder
-from services.generator.conversation import Generates, converse
+from services.generator import measure, wire
+from services.generator.conversation import Ask, Setting, converse
+from services.generator.environments import EnvironmentKind
 from services.generator.slots import Slots
-from services.generator.template import ChatTemplate
-from services.generator.types import Conversation, EngineDead, Message
+from services.generator.types import (
+    Conversation,
+    EngineDead,
+    EnvironmentFailed,
+    Message,
+    PromptTooLong,
+    TemplateFailed,
+)
 
 MIN_GROUP = 2
 """Fewer finished conversations: no relative advantage, so the group is dropped as `failed`."""
 
-END_NAMES = {
-    wire.END_REASON_STOP: "stop",
-    wire.END_REASON_LENGTH: "length",
-    wire.END_REASON_CONTEXT: "context",
-    wire.END_REASON_TURNS: "turns",
-    wire.END_REASON_TIME: "time",
-}
-"""As metrics spell them."""
+COMPLAIN_EVERY_S = 60.0
+"""Failures of one reason are logged once in so long, with the number of those between."""
+
+REASONS: tuple[tuple[type[BaseException], str], ...] = (
+    (TimeoutError, "timeout"),
+    (PromptTooLong, "prompt_too_long"),
+    (EnvironmentFailed, "environment"),
+    (TemplateFailed, "template"),
+)
+"""Why a conversation has failed, as metrics spell it; anything else is `error`."""
 
 
 @dataclass(frozen=True)
@@ -37,46 +48,39 @@ class Group:
     conversations: dict[int, Conversation]
     failed: dict[str, int]
 
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest policy version over all trained tokens; None where none is trained."""
+        versions = [c.versions for c in self.conversations.values() if c.versions is not None]
+        if not versions:
+            return None
+        return min(oldest for oldest, _ in versions), max(newest for _, newest in versions)
+
 
 class GroupRunner:
     """Runs the conversations of a request side by side, each in a slot. Knows nothing of queues."""
 
-    def __init__(
-        self,
-        engine: Generates,
-        template: ChatTemplate,
-        slots: Slots,
-        recipe: Recipe,
-        recorder: Recorder,
-    ) -> None:
-        self._engine, self._template, self._slots = engine, template, slots
-        self._recipe, self._recorder = recipe, recorder
+    def __init__(self, setting: Setting, slots: Slots, recorder: Recorder) -> None:
+        self._setting, self._slots, self._recorder = setting, slots, recorder
+        self._complaints = Complaints()
         self.unfinished = 0
         """Conversations that hold a slot or wait for one."""
 
-    async def run(self, request: wire.RolloutRequest, *, training: bool = True) -> Group:
+    async def run(self, request: rollout_pb2.RolloutRequest, *, training: bool = True) -> Group:
         """All conversations of the request. One that fails shrinks the group and is counted; a
-        dead engine raises.
+        dead engine raises, and a request that cannot be read raises wire.Malformed.
 
         What is generated for training counts at once, whatever becomes of the conversation: tokens
         of one that fails, or of a group that is lost, have cost as much as any other.
         """
         sampling = request.sampling
-        messages: list[Message] = [{"role": m.role, "content": m.content} for m in request.messages]
-        prompt_ids = self._template.render(messages)
-        room = self._recipe.generator.max_model_len - len(prompt_ids)
-        if room < 1:
-            return Group({}, {"prompt_too_long": sampling.num_generations})
+        try:
+            shared = self._shared(request)
+        except (EnvironmentFailed, TemplateFailed, PromptTooLong) as error:
+            self._complaints.of(error, group_id=request.group_id)
+            return Group({}, {_reason(error): sampling.num_generations})
         tasks = [
-            asyncio.create_task(
-                self._one(
-                    prompt_ids,
-                    temperature=sampling.temperature,
-                    max_tokens=min(sampling.max_completion_tokens, room),
-                    sampled=self._count_sampled if training else _ignore,
-                    seed=seed_of(self._recipe.run, request.group_id, generation, turn=0),
-                )
-            )
+            asyncio.create_task(self._one(request, shared, generation, training=training))
             for generation in range(sampling.num_generations)
         ]
         self.unfinished += len(tasks)
@@ -87,7 +91,24 @@ class GroupRunner:
         finally:
             for task in tasks:
                 task.cancel()
-        return self._collect(results)
+        return self._collect(results, group_id=request.group_id)
+
+    def _shared(self, request: rollout_pb2.RolloutRequest) -> "_Shared":
+        """What the conversations of a request have in common."""
+        recipe, environments = self._setting.recipe, self._setting.environments
+        prompt, row = wire.read_prompt(request), wire.read_row(request)
+        kind = None if environments is None else environments.choose(row)
+        if kind is not None:
+            # Its observation belongs to each conversation's own prompt.
+            return _Shared(prompt, row, kind, None)
+        tools = () if self._setting.tools is None else self._setting.tools.schemas
+        prompt_ids = self._setting.template.render(prompt, tools=tools)
+        if len(prompt_ids) >= recipe.generator.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt_ids)} tokens, generator.max_model_len is "
+                f"{recipe.generator.max_model_len}"
+            )
+        return _Shared(prompt, row, None, prompt_ids)
 
     def _finished(self, _: "asyncio.Task[Conversation]") -> None:
         self.unfinished -= 1
@@ -95,27 +116,33 @@ class GroupRunner:
     def _count_sampled(self, tokens: int) -> None:
         self._recorder.count("rollout/generated_tok_s", tokens)
 
+    def _count_retry(self) -> None:
+        self._recorder.count("rollout/vllm_retry_total")
+
     async def _one(
         self,
-        prompt_ids: list[int],
+        request: rollout_pb2.RolloutRequest,
+        shared: "_Shared",
+        generation: int,
         *,
-        temperature: float,
-        max_tokens: int,
-        sampled: Callable[[int], None],
-        seed: int,
+        training: bool,
     ) -> Conversation:
-        async with self._slots, asyncio.timeout(self._recipe.generation.timeout_s):
-            return await converse(
-                self._engine,
-                self._template,
-                prompt_ids,
-                temperature=temperature,
-                max_tokens=max_tokens,
-                sampled=sampled,
-                seed=seed,
-            )
+        run = self._setting.recipe.run
+        ask = Ask(
+            prompt=shared.prompt,
+            row=shared.row,
+            kind=shared.kind,
+            temperature=request.sampling.temperature,
+            max_completion_tokens=request.sampling.max_completion_tokens,
+            seed=functools.partial(seed_of, run, request.group_id, generation),
+            sampled=self._count_sampled if training else _ignore,
+            retried=self._count_retry,
+            prompt_ids=shared.prompt_ids,
+        )
+        async with self._slots:
+            return await converse(self._setting, ask)
 
-    def _collect(self, results: list[Conversation | BaseException]) -> Group:
+    def _collect(self, results: list[Conversation | BaseException], *, group_id: str) -> Group:
         conversations: dict[int, Conversation] = {}
         failed: Counter[str] = Counter()
         for generation, result in enumerate(results):
@@ -124,76 +151,60 @@ class GroupRunner:
                     conversations[generation] = result
                 case EngineDead() | asyncio.CancelledError():
                     raise result
-                case TimeoutError():
-                    failed["timeout"] += 1
                 case BaseException():
-                    failed["error"] += 1
-                    structlog.get_logger().error("conversation failed", exc_info=result)
+                    failed[_reason(result)] += 1
+                    self._complaints.of(result, group_id=group_id)
         return Group(conversations, dict(failed))
 
     def measure(self, group: Group, *, evaluation: bool) -> None:
-        """Record a group's conversations; evaluation has its own keys and enters none of
-        training's."""
-        record = self._recorder
-        if evaluation:
-            for conversation in group.conversations.values():
-                clipped = conversation.end_reason == wire.END_REASON_LENGTH
-                record.ratio("eval/mean_length", conversation.generated_tokens, 1)
-                record.ratio("eval/clipped_ratio", float(clipped), 1)
-            record.count("eval/failed_total", sum(group.failed.values()))
+        """Record a group's conversations."""
+        record = measure.measure_evaluation if evaluation else measure.measure
+        record(list(group.conversations.values()), group.failed, self._recorder)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the conversations of a request have in common."""
+
+    prompt: list[Message]
+    row: Mapping[str, Any]
+    kind: EnvironmentKind | None
+    prompt_ids: list[int] | None
+
+
+class Complaints:
+    """Says in the log why conversations fail, without a line each."""
+
+    def __init__(self) -> None:
+        self._next_s: dict[str, float] = {}
+        self._held_back: Counter[str] = Counter()
+
+    def of(self, error: BaseException, *, group_id: str) -> None:
+        """Log one failure, or count it for the next line of its reason."""
+        reason, now_s = _reason(error), time.monotonic()
+        if now_s < self._next_s.get(reason, 0.0):
+            self._held_back[reason] += 1
             return
-        record.count("rollout/failed_total", sum(group.failed.values()))
-        for reason, number in group.failed.items():
-            record.count(f"rollout/failed/{reason}", number)
-        for conversation in group.conversations.values():
-            tokens = conversation.generated_tokens
-            record.observe("rollout/duration_s", conversation.duration_s)
-            record.observe("rollout/engine_s", sum(turn.duration_s for turn in conversation.turns))
-            record.observe("rollout/turns_mean", len(conversation.turns))
-            record.observe("rollout/turns_max", len(conversation.turns))
-            record.ratio("rollout/samples_per_rollout", len(conversation.sequences), 1)
-            record.count(f"rollout/ended/{END_NAMES[conversation.end_reason]}")
-            record.ratio("completions/mean_length", tokens, 1)
-            record.observe("completions/max_length", tokens)
-            record.observe("completions/min_length", tokens)
-            record.ratio(
-                "completions/clipped_ratio",
-                float(conversation.end_reason == wire.END_REASON_LENGTH),
-                1,
-            )
-            # Each switch of weights had the engine recompute the prefix that existed then.
-            reprefill = sum(span.start for s in conversation.sequences for span in s.spans[1:])
-            if reprefill:
-                record.count("perf/weight_sync_reprefill_tokens", reprefill)
+        self._next_s[reason] = now_s + COMPLAIN_EVERY_S
+        structlog.get_logger().error(
+            "a conversation failed",
+            reason=reason,
+            why=str(error) or type(error).__name__,
+            group=group_id,
+            more_since_last=self._held_back.pop(reason, 0),
+            exc_info=error if reason == "error" else None,
+        )
+
+
+def _reason(error: BaseException) -> str:
+    return next((name for kind, name in REASONS if isinstance(error, kind)), "error")
 
 
 def _ignore(_: int) -> None:
     """Evaluation, and what a caller asks for, are in none of training's numbers."""
 
 
-def to_wire(request: wire.RolloutRequest, group: Group, *, producer: str) -> wire.RolloutGroup:
-    """The message for the `groups` stream; the oldest version over all trained tokens decides
-    the group's staleness."""
-    oldest = min(conversation.versions[0] for conversation in group.conversations.values())
-    return wire.RolloutGroup(
-        request=request,
-        rollouts=[
-            conversation.to_wire(f"{request.group_id}/{generation}")
-            for generation, conversation in group.conversations.items()
-        ],
-        failed=group.failed,
-        oldest_version=oldest,
-        newest_version=newest_version(group),
-        producer=producer,
-    )
-
-
-def newest_version(group: Group) -> int:
-    """The newest version over all trained tokens: what has to be proven before they are used."""
-    return max(conversation.versions[1] for conversation in group.conversations.values())
-
-
-def seed_of(run: str, group_id: str, generation: int, *, turn: int) -> int:
+def seed_of(run: str, group_id: str, generation: int, turn: int) -> int:
     """A sampling seed of 63 bits, the same wherever and whenever this turn is generated."""
     text = f"{run}/{group_id}/{generation}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -12,11 +12,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import grpc
 import structlog
 from google.protobuf.message import DecodeError
-from headrace.v1 import generator_pb2, generator_pb2_grpc, metrics_pb2
-from headrace.v1 import rollout_pb2 as wire
+from headrace.v1 import generator_pb2_grpc, metrics_pb2, rollout_pb2
 
 from services.common import grpc_kit, queue
 from services.common.background import unless
@@ -25,9 +23,11 @@ from services.common.config import Recipe
 from services.common.lifecycle import Lifecycle, announce, cancel
 from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
-from services.generator import environment
-from services.generator.conversation import Generates
-from services.generator.group import MIN_GROUP, GroupRunner, newest_version, to_wire
+from services.generator import engine_environment, wire
+from services.generator.conversation import Generates, Setting
+from services.generator.equipment import equipped
+from services.generator.group import MIN_GROUP, GroupRunner
+from services.generator.servicer import Servicer
 from services.generator.serving import Loads, Serving
 from services.generator.slots import Slots
 from services.generator.template import ChatTemplate
@@ -62,7 +62,7 @@ StartEngine = Callable[[Path, Recipe], Awaitable[RunningEngine]]
 """Starts an engine, with dummy weights, on a folder with the model's configuration."""
 
 
-class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc]
+class Replica:
     """One generator: takes requests, runs groups, hands them off."""
 
     def __init__(
@@ -75,47 +75,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
         """Taken, and not yet begun by the runner."""
         self._handing: set[Entry] = set()
         """Finished, and on their way to the next stream."""
-        self._for_calls: tuple[GroupRunner, Serving] | None = None
-        """Set while Generate is answered."""
-
-    async def Generate(
-        self, request: generator_pb2.GenerateRequest, context: Any
-    ) -> generator_pb2.GenerateResponse:
-        """Run conversations now, outside training."""
-        if self._for_calls is None:
-            await grpc_kit.abort(
-                context,
-                grpc.StatusCode.UNAVAILABLE,
-                "NOT_READY",
-                f"not ready: {self._lifecycle.phase}",
-            )
-        sampling = request.sampling
-        if (
-            not request.messages
-            or not 1 <= sampling.num_generations <= 1024
-            or sampling.max_completion_tokens < 1
-        ):
-            await grpc_kit.abort(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "BAD_REQUEST",
-                "messages, sampling.num_generations (1 to 1024) and sampling.max_completion_tokens "
-                "are needed",
-            )
-        asked = wire.RolloutRequest(
-            group_id=f"call.{uuid.uuid4().hex}", messages=request.messages, sampling=sampling
-        )
-        runner, serving = self._for_calls
-        group = await runner.run(asked, training=False)
-        if not group.conversations:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in group.failed.items())
-            await grpc_kit.abort(
-                context, grpc.StatusCode.FAILED_PRECONDITION, "FAILED", f"none finished: {reasons}"
-            )
-        await serving.wait_proven(newest_version(group))
-        return generator_pb2.GenerateResponse(
-            rollouts=[c.to_wire(f"{asked.group_id}/{i}") for i, c in group.conversations.items()]
-        )
+        self._servicer = Servicer(lambda: lifecycle.phase)
 
     async def run(self) -> None:
         """Start, serve until asked to stop, drain."""
@@ -123,7 +83,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
         register = [
             (
                 generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
-                self,
+                self._servicer,
                 "headrace.v1.GeneratorService",
             )
         ]
@@ -163,11 +123,21 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
         recipe, lifecycle = self._recipe, self._lifecycle
         lifecycle.enter(f"waiting for the trainer at {recipe.network.trainer}")
         folder = await client.model_files(model_cache())
-        lifecycle.enter("importing vLLM")
-        start_engine = await self._importing
         template = ChatTemplate(folder)
-        lifecycle.enter("starting the engine")
-        engine = await start_engine(folder, recipe)
+        async with equipped(recipe, template) as equipment:
+            lifecycle.enter("importing vLLM")
+            start_engine = await self._importing
+            # A wrong name of a format must not wait for the first conversation.
+            equipment.parser(())
+            lifecycle.enter("starting the engine")
+            engine = await start_engine(folder, recipe)
+            setting = equipment.setting(engine)
+            await self._with_engine(setting, engine, client, recorder)
+
+    async def _with_engine(
+        self, setting: Setting, engine: RunningEngine, client: PolicyClient, recorder: Recorder
+    ) -> None:
+        recipe, lifecycle = self._recipe, self._lifecycle
         watch = asyncio.create_task(client.watch())
         try:
             lifecycle.enter("compiling the first request")
@@ -181,9 +151,11 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             finally:
                 await cancel(begin)
             slots = Slots(recipe.generator.max_inflight)
-            runner = GroupRunner(engine, template, slots, recipe, recorder)
+            runner = GroupRunner(setting, slots, recorder)
+            self._servicer.open_with(runner, setting.template, serving)
             await self._serve(runner, slots, serving, engine, recorder, watch)
         finally:
+            self._servicer.close()
             await cancel(watch)
             engine.shutdown()
 
@@ -213,12 +185,10 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             recorder=recorder,
         )
         recorder.before_flush(_sampler(recorder, slots, serving))
-        self._for_calls = runner, serving
         try:
             async with stage:
                 await self._until_stopped(stage, runner, slots, serving, engine, recorder, watch)
         finally:
-            self._for_calls = None
             await connection.close()
 
     async def _until_stopped(
@@ -242,7 +212,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
             )
             for task in done - {stop}:
                 task.result()  # raises what ended it
-            self._for_calls = None
+            self._servicer.close()
             await lifecycle.set_ready(False)
             await cancel(take)
             if self._groups:
@@ -307,7 +277,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
         self, stage: Stage, entry: Entry, runner: GroupRunner, serving: Serving, recorder: Recorder
     ) -> None:
         try:
-            request = wire.RolloutRequest.FromString(entry.data)
+            request = rollout_pb2.RolloutRequest.FromString(entry.data)
         except DecodeError as error:
             await stage.refuse(entry, reason=f"request does not parse: {error}")
             return
@@ -316,13 +286,26 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
         if not entry.evaluation:
             self._event(recorder, request, metrics_pb2.GROUP_STATE_GENERATING)
         self._starting.discard(entry)  # in the same moment the runner counts its conversations
-        group = await runner.run(request, training=not entry.evaluation)
+        try:
+            group = await runner.run(request, training=not entry.evaluation)
+        except wire.Malformed as error:
+            await stage.refuse(entry, reason=str(error))
+            return
         self._handing.add(entry)
         runner.measure(group, evaluation=entry.evaluation)
         if len(group.conversations) < (1 if entry.evaluation else MIN_GROUP):
             await stage.tombstone(entry, reason="failed")
             return
-        message = to_wire(request, group, producer=self._lifecycle.producer)
+        if group.versions is None:
+            await stage.tombstone(entry, reason="no_trained_tokens")
+            return
+        message = wire.write_group(
+            request,
+            group.conversations,
+            failed=group.failed,
+            versions=group.versions,
+            producer=self._lifecycle.producer,
+        )
         await serving.wait_proven(message.newest_version)
         outcome = await stage.hand_off(
             entry, data=message.SerializeToString(), n=len(message.rollouts)
@@ -333,7 +316,7 @@ class Replica(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[misc
     def _event(
         self,
         recorder: Recorder,
-        request: wire.RolloutRequest,
+        request: rollout_pb2.RolloutRequest,
         state: "metrics_pb2.GroupState.ValueType",
     ) -> None:
         recorder.event(
@@ -383,8 +366,8 @@ def _import_engine() -> StartEngine:
 
     async def start(folder: Path, recipe: Recipe) -> RunningEngine:
         settings = recipe.generator
-        environment.prepare(
-            enforce_eager=settings.enforce_eager, vocab_size=environment.vocab_size(folder)
+        engine_environment.prepare(
+            enforce_eager=settings.enforce_eager, vocab_size=engine_environment.vocab_size(folder)
         )
         return await Engine.start(folder, settings=settings, dtype=recipe.model.dtype)
 

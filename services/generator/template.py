@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 from services.common.errors import UserError
-from services.generator.types import Message
+from services.generator.types import Message, TemplateFailed
 
 
 class ChatTemplate:
@@ -25,16 +26,45 @@ class ChatTemplate:
             raise UserError(f"model.path: the tokenizer in {folder} has no chat template")
         self.end_tokens = self._find_end_tokens(folder)
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt ids of the whole message list, ready for the assistant's next turn."""
-        ids = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+    @property
+    def tokenizer(self) -> Any:
+        """Hugging Face's, for vLLM's parsers."""
+        return self._tokenizer
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """Prompt ids of the whole message list, ready for the assistant's next turn.
+
+        Always of the whole list: messages rendered one by one and joined are another text (two
+        tool results in a row stand in one turn of most templates). `tools` are JSON schemas.
+        Raises TemplateFailed for messages that the template refuses.
+        """
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise TemplateFailed(
+                f"the chat template refuses the messages: {type(error).__name__}: {error}"
+            ) from error
         return [int(token) for token in ids]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Sampled ids as text, without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Sampled ids as text: special tokens too, since some formats write calls with them, but
+        not the token that ended the turn."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self.end_tokens:
+            ids.pop()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """All tokens as text, for people."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _find_end_tokens(self, folder: Path) -> tuple[int, ...]:
         """generation_config's list, the tokenizer's own, and what the template puts after an

@@ -224,7 +224,7 @@ class Declared(Answer):
     """Services that record it."""
     meaning: str
     since: str | None
-    """The part of the plan that will record it, as "3 of 8"; null once it is recorded."""
+    """The part of the plan that will record it, as "4 of 8"; null once it is recorded."""
     only_when: str | None
     """What has to happen for it to be recorded, such as "a group was dropped"; null where every run
     has it."""

@@ -8,11 +8,8 @@ S: Services = ("scorer",)
 T: Services = ("trainer",)
 A: Services = ("aggregator",)
 
-CONVERSATIONS = "3 of 8"
-"""Of the plan's parts, the one in which conversations call tools and live in environments."""
-
 DELIVERY = "4 of 8"
-"""The one with pacing by age, cancellation and checkpoints."""
+"""Of the plan's parts, the one with pacing by age, cancellation and checkpoints."""
 
 FULL_STRENGTH = "5 of 8"
 """The one with several trainer ranks and every kind of loss."""

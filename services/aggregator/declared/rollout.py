@@ -1,7 +1,6 @@
 """Keys of conversations, their way to the queue, and what they call."""
 
 from services.aggregator.declared.making import (
-    CONVERSATIONS,
     DELIVERY,
     G,
     S,
@@ -11,12 +10,18 @@ from services.aggregator.declared.making import (
     ratio,
 )
 
+EQUIPPED = "the recipe has tools or environments"
+CALLED = "the model called a tool"
+LIVED = "the recipe has environments"
+REWARDS = "an environment has get_reward()"
+TURNS = "a conversation had two turns"
+
 ROLLOUT = (
     observed(
         "rollout/duration_s",
         G,
         "s",
-        "One conversation, from its first engine call to its last token.",
+        "One conversation, from its first engine call to its last token or tool result.",
     ),
     observed("rollout/engine_s", G, "s", "Of rollout/duration_s: in the engine."),
     observed(
@@ -24,10 +29,10 @@ ROLLOUT = (
         G,
         "s",
         "Of rollout/duration_s: in tools, calls at the same time counted once.",
-        since=CONVERSATIONS,
+        only_when=EQUIPPED,
     ),
     observed(
-        "rollout/env_s", G, "s", "Of rollout/duration_s: in the environment.", since=CONVERSATIONS
+        "rollout/env_s", G, "s", "Of rollout/duration_s: in the environment.", only_when=EQUIPPED
     ),
     observed(
         "rollout/request_wait_s",
@@ -49,26 +54,25 @@ ROLLOUT = (
         "rollout/fork_frac",
         G,
         "Forked turn-to-turn transitions over all; absent with one turn.",
-        since=CONVERSATIONS,
+        only_when=TURNS,
     ),
     ratio(
         "rollout/realign_frac",
         G,
         "Realigned turn-to-turn transitions over all; absent with one turn.",
-        since=CONVERSATIONS,
+        only_when=TURNS,
     ),
     ratio(
         "rollout/demoted_tokens_frac",
         G,
         "Sampled tokens that realignment demoted to context, over sampled tokens.",
-        since=CONVERSATIONS,
     ),
     ratio(
         "rollout/drift_tokens_mean",
         G,
         "Held tokens beyond the common prefix with a turn's re-tokenised prompt, over transitions.",
         unit="tokens",
-        since=CONVERSATIONS,
+        only_when=TURNS,
     ),
     observed(
         "rollout/drift_tokens_max",
@@ -76,7 +80,7 @@ ROLLOUT = (
         "tokens",
         "Most such tokens at one transition.",
         default="max",
-        since=CONVERSATIONS,
+        only_when=TURNS,
     ),
     count(
         "rollout/cancelled_total",
@@ -96,7 +100,7 @@ ROLLOUT = (
         G,
         "sequences",
         "Sequences without a trained token.",
-        since=CONVERSATIONS,
+        only_when="a sequence had no trained token",
     ),
     count(
         "rollout/generated_tok_s",
@@ -133,7 +137,13 @@ ROLLOUT = (
         "Conversations that failed, by reason.",
         only_when="a conversation failed",
     ),
-    count("rollout/vllm_retry_total", G, "calls", "Engine calls tried again.", since=CONVERSATIONS),
+    count(
+        "rollout/vllm_retry_total",
+        G,
+        "calls",
+        "Engine calls tried again.",
+        only_when="the engine failed at a request and lived on",
+    ),
     count(
         "rollout/score_block_s",
         G,
@@ -187,51 +197,51 @@ TOOLS = (
         G,
         "calls",
         "Calls of tools in one conversation.",
-        since=CONVERSATIONS,
+        only_when=EQUIPPED,
     ),
-    ratio("tools/failure_frequency", G, "Failed calls over calls.", since=CONVERSATIONS),
+    ratio("tools/failure_frequency", G, "Failed calls over calls.", only_when=CALLED),
     count(
         "tools/{tool}/call_total",
         G,
         "calls",
         "Calls of a tool that the recipe declares.",
-        since=CONVERSATIONS,
+        only_when=CALLED,
     ),
     count(
         "tools/{tool}/failure_total",
         G,
         "calls",
         "Calls of this tool that failed.",
-        since=CONVERSATIONS,
+        only_when=CALLED,
     ),
     count(
         "tools/unknown_name_total",
         G,
         "calls",
         "Calls of a tool that does not exist: a fault of the policy, not of the environment.",
-        since=CONVERSATIONS,
+        only_when="the model called a tool that does not exist",
     ),
-    observed("tools/latency_s", G, "s", "One call of any tool.", since=CONVERSATIONS),
-    observed("tools/{tool}/latency_s", G, "s", "One call of this tool.", since=CONVERSATIONS),
-    observed("tools/parallel_calls_mean", G, "calls", "Calls in one turn.", since=CONVERSATIONS),
+    observed("tools/latency_s", G, "s", "One call of any tool.", only_when=CALLED),
+    observed("tools/{tool}/latency_s", G, "s", "One call of this tool.", only_when=CALLED),
+    observed("tools/parallel_calls_mean", G, "calls", "Calls in one turn.", only_when=CALLED),
     ratio(
         "tools/loop_exhausted_frac",
         G,
         "Conversations cut off while still asking for tools, or by an environment's time limit, "
         "over conversations that could use tools or an environment.",
-        since=CONVERSATIONS,
+        only_when=EQUIPPED,
     ),
 )
 
 ENVIRONMENT = (
     observed(
-        "env/reset_s", G, "s", "Reset of an environment for one conversation.", since=CONVERSATIONS
+        "env/reset_s", G, "s", "Reset of an environment for one conversation.", only_when=LIVED
     ),
     observed(
         "env/reward_s",
         G,
         "s",
         "An environment's own reward of one conversation.",
-        since=CONVERSATIONS,
+        only_when=REWARDS,
     ),
 )

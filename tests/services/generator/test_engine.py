@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.common import canary
-from services.common.config import Generator
 from services.common.errors import UserError
-from services.generator import environment
+from services.common.generation_config import Generator
+from services.generator import engine_environment
 from services.generator.perturbation import perturbed_copy
 from services.generator.proof import LoadNotProven, Proof, prove
-from services.generator.types import EngineDead, Generated
+from services.generator.reconcile import to_sequences
+from services.generator.types import EngineDead, Generated, SampledTurn
 from tests.services.generator.references import VOCABULARY, Reference, make
 from tests.waiting import until
 
@@ -43,7 +44,7 @@ EXACT = 1e-4
 
 
 @contextmanager
-def engine_environment() -> Iterator[None]:
+def prepared() -> Iterator[None]:
     """What an engine needs of the environment, and what vLLM sets there, for a time."""
     before = dict(os.environ)
     cores = sorted(os.sched_getaffinity(0))
@@ -51,7 +52,7 @@ def engine_environment() -> Iterator[None]:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[0]))
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    environment.prepare(enforce_eager=True, vocab_size=VOCABULARY)
+    engine_environment.prepare(enforce_eager=True, vocab_size=VOCABULARY)
     try:
         yield
     finally:
@@ -114,7 +115,7 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     folder, tied = tmp_path_factory.mktemp(request.param), request.param == "tied"
     old, new = make(folder, tied=tied, seed=1), make(folder, tied=tied, seed=2)
-    with engine_environment():
+    with prepared():
         async with started(folder) as engine:
             yield Bench(engine, old, new)
 
@@ -152,6 +153,48 @@ async def test_logprobs_are_those_of_transformers(bench: Bench, temperature: flo
         for p, g in zip(prompts, done, strict=True)
     ]
     assert np.concatenate(wrong).max() > 0.1
+
+
+async def test_sequences_of_many_turns_are_those_of_transformers(bench: Bench) -> None:
+    """Five turns: two whose prompts begin with all that is held, one that has another tail of the
+    last answer, one that has lost its begin. Every token that is trained has, in the sequence that
+    trains it, the log-probability that it was sampled with."""
+    version = await bench.load(bench.old)
+    prompts, turns = [prompt_of(9)], []
+    for rewrite in (_append, _append, _other_tail, _lose_begin, None):
+        generated = await bench.sample(prompts[-1], 20)
+        held = [*prompts[-1], *generated.token_ids]
+        turns.append(
+            SampledTurn(
+                prompt_ids=tuple(prompts[-1]),
+                token_ids=tuple(generated.token_ids),
+                logprobs=generated.logprobs,
+                spans=generated.spans,
+            )
+        )
+        if rewrite is not None:
+            prompts.append(rewrite(held))
+    sequences, transitions = to_sequences(turns, fork_threshold_tokens=16)
+    assert (transitions.clean, transitions.realigned, transitions.forked) == (2, 1, 1)
+    assert [int(sequence.trained_mask.sum()) for sequence in sequences] == [77, 20]
+    assert transitions.demoted_tokens == 3
+    for sequence in sequences:
+        mask = sequence.trained_mask[1:] == 1
+        reference = bench.old.logprobs(sequence.token_ids.tolist())
+        assert np.abs(reference - sequence.logprobs[1:])[mask].max() <= EXACT
+        assert {span.version for span in sequence.spans} == {version}
+
+
+def _append(held: list[int]) -> list[int]:
+    return [*held, *prompt_of(7)]
+
+
+def _other_tail(held: list[int]) -> list[int]:
+    return [*held[:-3], (held[-3] + 1) % VOCABULARY, *prompt_of(7)]
+
+
+def _lose_begin(held: list[int]) -> list[int]:
+    return [held[0], *held[30:], *prompt_of(7)]
 
 
 async def test_an_end_token_is_part_of_what_was_sampled(bench: Bench) -> None:
@@ -323,7 +366,7 @@ async def test_a_stale_head_is_found_and_a_dead_engine_says_so(tmp_path: Path) -
     reference = make(tmp_path, tied=True, seed=1)
     this = psutil.Process()
     others = set(this.children(recursive=True))
-    with engine_environment():
+    with prepared():
         async with started(tmp_path, extension=STALE_HEAD) as engine:
             with pytest.raises(LoadNotProven, match="a stale tensor, such as a tied output head"):
                 await load_path_proof(engine, reference)
@@ -349,7 +392,7 @@ async def test_a_stale_head_is_found_and_a_dead_engine_says_so(tmp_path: Path) -
 async def test_what_would_kill_an_engine_on_cpus_is_refused(
     tmp_path: Path, settings: Generator, key: str
 ) -> None:
-    with engine_environment():
+    with prepared():
         from services.generator.engine import Engine
 
         with pytest.raises(UserError, match=key):

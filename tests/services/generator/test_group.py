@@ -7,10 +7,13 @@ import pytest
 from headrace.v1 import rollout_pb2 as wire
 
 from services.common.recorder import Recorder
-from services.generator.group import END_NAMES, Group, GroupRunner, seed_of, to_wire
+from services.generator.conversation import Setting
+from services.generator.group import Group, GroupRunner, seed_of
+from services.generator.measure import END_NAMES
 from services.generator.slots import Slots
 from services.generator.template import ChatTemplate
 from services.generator.types import EngineDead, Generated
+from services.generator.wire import write_group
 from services.launcher import tiny_training
 from tests.services.generator.fakes import (
     FakeEngine,
@@ -48,9 +51,21 @@ def runner_of(template: ChatTemplate, measured: Recorder) -> RunnerOf:
     ) -> tuple[GroupRunner, FakeEngine]:
         recipe = recipe_of(generation={"timeout_s": timeout_s})
         engine = FakeEngine(answer)
-        return GroupRunner(engine, template, Slots(slots), recipe, measured), engine
+        setting = Setting(engine, template, recipe)
+        return GroupRunner(setting, Slots(slots), measured), engine
 
     return make
+
+
+def sent(request: wire.RolloutRequest, group: Group, *, producer: str = "g") -> wire.RolloutGroup:
+    assert group.versions is not None
+    return write_group(
+        request,
+        group.conversations,
+        failed=group.failed,
+        versions=group.versions,
+        producer=producer,
+    )
 
 
 async def hang(call: int) -> Generated:
@@ -67,7 +82,7 @@ async def test_a_group_has_all_conversations_of_its_request(runner_of: RunnerOf)
     seeds = [seed_of("r", "3.1.4.1", generation, turn=0) for generation in range(4)]
     assert [call["seed"] for call in engine.calls] == seeds
     assert {call["temperature"] for call in engine.calls} == {0.5}
-    message = to_wire(request, group, producer="generator-0")
+    message = sent(request, group, producer="generator-0")
     assert message.request == request
     assert [r.rollout_id for r in message.rollouts] == [f"3.1.4.1/{i}" for i in range(4)]
     assert message.producer == "generator-0"
@@ -87,7 +102,7 @@ async def test_conversations_that_fail_shrink_the_group(
     group = await runner.run(request_of(num=4))
     assert sorted(group.conversations) == [1, 3]
     assert group.failed == {"error": 1, "timeout": 1}
-    assert to_wire(request_of(), group, producer="g").failed == {"error": 1, "timeout": 1}
+    assert sent(request_of(), group).failed == {"error": 1, "timeout": 1}
     runner.measure(group, evaluation=False)
     found = values(measured)
     assert found["rollout/failed_total"] == 2
@@ -152,7 +167,7 @@ async def test_the_oldest_token_decides_how_stale_a_group_is(runner_of: RunnerOf
         return generated([7, 8, 9], versions=(3, 4, 5) if call == 1 else (5,))
 
     runner, _ = runner_of(answer)
-    message = to_wire(request_of(), await runner.run(request_of()), producer="g")
+    message = sent(request_of(), await runner.run(request_of()))
     assert (message.oldest_version, message.newest_version) == (3, 5)
     prompt_tokens = message.rollouts[1].turns[0].num_prompt_tokens
     spans = [(s.version, s.start, s.end) for s in message.rollouts[1].sequences[0].spans]
