@@ -12,10 +12,15 @@ from services.launcher import tiny_model
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise UserError for what can be seen without reaching anything: reward functions, model,
-    data, memory.
+    """Raise UserError for what can be seen without reaching anything: reward functions, tools,
+    environments, model, data, memory.
     """
     plugins.load_rewards(recipe.rewards)
+    if recipe.tools.functions or recipe.environments.classes:
+        # Here, since it imports transformers, which takes seconds.
+        from services.generator import equipment
+
+        equipment.load(recipe)
     check_model(recipe.model.path)
     read_token(recipe.network)
     if recipe.data.file is not None and not Path(recipe.data.file).is_file():

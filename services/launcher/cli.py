@@ -77,6 +77,57 @@ def check(recipe: RecipePath, overrides: Overrides = None) -> None:
     print(config.dump_toml(loaded, hide_passwords=True), end="")
 
 
+@app.command(
+    epilog="Examples:\n\n`headrace rollout recipes/calculator.toml --prompt 'What is 47 * 86?'`\n\n"
+    "`headrace rollout recipes/guess.toml --row 0 --num 4`\n\n"
+    "`headrace rollout recipes/mine.toml --row 0 --url localhost:50061`"
+)
+def rollout(
+    recipe: RecipePath,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The user's message.")] = None,
+    row: Annotated[
+        int | None, typer.Option(metavar="N", help="Or row N of the recipe's dataset, from 0.")
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Dataset columns, for environments: '{\"level\": 3}'."),
+    ] = None,
+    num: Annotated[int, typer.Option(metavar="N", min=1, help="Conversations.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", min=0, help="The recipe's by default; 0: greedy.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            metavar="HOST:PORT",
+            help="A running generator's gRPC address; else an engine is started here, on the "
+            "recipe's model.",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Run a conversation now and print its turns, calls and sequences, the trained tokens marked.
+
+    Nothing is trained. It shows what a chat template, a tool or an environment does.
+    """
+    from services.launcher import rollout_command, tables
+
+    raise typer.Exit(
+        rollout_command.show(
+            recipe,
+            overrides=overrides or [],
+            prompt=prompt,
+            row=row,
+            columns=columns,
+            num=num,
+            temperature=temperature,
+            address=address,
+            console=tables.console(),
+        )
+    )
+
+
 @app.command("tiny-model", epilog="Example: `headrace tiny-model models/tiny --seed 1`")
 def make_tiny_model(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")],

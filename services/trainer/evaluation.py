@@ -46,7 +46,10 @@ def request_of(
     return rollout_pb2.RolloutRequest(
         group_id=group_id,
         row_index=row.index,
-        messages=[rollout_pb2.ChatMessage(**message) for message in row.messages],
+        messages=[
+            rollout_pb2.ChatMessage(role=message["role"], content=message["content"])
+            for message in row.messages
+        ],
         row_json=json.dumps(row.columns),
         sampling=rollout_pb2.Sampling(
             temperature=0.0 if evaluation else generation.temperature,
