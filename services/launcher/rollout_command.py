@@ -13,6 +13,7 @@ from rich.console import Console
 from services.common import config, grpc_kit
 from services.common.config import Recipe
 from services.common.errors import UserError
+from services.common.lifecycle import configure_logging
 from services.launcher import checks, rollout_view, tiny_model
 from services.launcher.errors import RunFailed
 from services.launcher.plan import environment, this_machine
@@ -46,15 +47,7 @@ def show(
         answer = _ask(address, request, recipe)
     else:
         checks.check_recipe(recipe)
-        folder = tiny_model.resolve(recipe.model.path, progress=_progress(console))
-        # Before vLLM is imported: it reads its settings there.
-        os.environ |= environment(
-            recipe, "generator", replica=0, machine=this_machine(), environ=os.environ
-        )
-        from services.generator import once
-
-        with console.status("starting an engine on the recipe's model"):
-            answer = asyncio.run(once.generate(request, recipe=recipe, folder=folder))
+        answer = _engine_of_its_own(recipe, request)
     rollout_view.print_answer(answer, console=console)
     return 0 if answer.rollouts else 1
 
@@ -129,8 +122,29 @@ def _ask(
     return answer
 
 
-def _progress(console: Console) -> tiny_model.Progress:
-    def tell(done: float, text: str) -> None:
-        console.print(f"{done:4.0%}  {text}", highlight=False)
+def _engine_of_its_own(
+    recipe: Recipe, request: generator_pb2.GenerateRequest
+) -> generator_pb2.GenerateResponse:
+    """The answer of an engine that is started for it, on the recipe's model.
 
-    return tell
+    What is said meanwhile goes to stderr, so that the answer can be piped.
+    """
+    progress = Console(stderr=True)
+    configure_logging()
+    with progress.status("looking for the model") as status:
+        folder = tiny_model.resolve(
+            recipe.model.path, progress=lambda done, text: status.update(f"{done:4.0%}  {text}")
+        )
+        status.update("starting an engine on the recipe's model")
+        # Before vLLM is imported: it reads its settings there.
+        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}
+        os.environ |= environment(
+            recipe,
+            "generator",
+            replica=0,
+            machine=this_machine(),
+            environ=quiet | dict(os.environ),
+        )
+        from services.generator import once
+
+        return asyncio.run(once.generate(request, recipe=recipe, folder=folder))

@@ -173,8 +173,8 @@ def test_what_is_shown_without_colours() -> None:
         "  sequence 2 of 2: 2 tokens, 2 of them trained\n"
         "⟦z⟧\n"
         "  ended: out of turns (generation.max_turns) · turns joined: 0 clean, 0 realigned (0 "
-        "tokens demoted), 1 forked · 1.00 s (engine 0.75, tools 0.00, environment 0.25) · environment "
-        "Counter: 0.5\n"
+        "tokens demoted), 1 forked · 1.00 s (engine 0.75, tools 0.00, environment 0.25) · "
+        "environment Counter: 0.5\n"
         "\n"
         "1 failed: timeout (the log says why)\n"
     )
