@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -47,6 +47,8 @@ class Group:
 
     conversations: dict[int, Conversation]
     failed: dict[str, int]
+    why: dict[str, str] = field(default_factory=dict, compare=False)
+    """Of each reason the first failure, in words."""
 
     @property
     def versions(self) -> tuple[int, int] | None:
@@ -78,7 +80,8 @@ class GroupRunner:
             shared = self._shared(request)
         except (EnvironmentFailed, TemplateFailed, PromptTooLong) as error:
             self._complaints.of(error, group_id=request.group_id)
-            return Group({}, {_reason(error): sampling.num_generations})
+            reason = _reason(error)
+            return Group({}, {reason: sampling.num_generations}, {reason: _words(error)})
         tasks = [
             asyncio.create_task(self._one(request, shared, generation, training=training))
             for generation in range(sampling.num_generations)
@@ -145,6 +148,7 @@ class GroupRunner:
     def _collect(self, results: list[Conversation | BaseException], *, group_id: str) -> Group:
         conversations: dict[int, Conversation] = {}
         failed: Counter[str] = Counter()
+        why: dict[str, str] = {}
         for generation, result in enumerate(results):
             match result:
                 case Conversation():
@@ -153,8 +157,9 @@ class GroupRunner:
                     raise result
                 case BaseException():
                     failed[_reason(result)] += 1
+                    why.setdefault(_reason(result), _words(result))
                     self._complaints.of(result, group_id=group_id)
-        return Group(conversations, dict(failed))
+        return Group(conversations, dict(failed), why)
 
     def measure(self, group: Group, *, evaluation: bool) -> None:
         """Record a group's conversations."""
@@ -189,7 +194,7 @@ class Complaints:
         structlog.get_logger().error(
             "a conversation failed",
             reason=reason,
-            why=str(error) or type(error).__name__,
+            why=_words(error),
             group=group_id,
             more_since_last=self._held_back.pop(reason, 0),
             exc_info=error if reason == "error" else None,
@@ -198,6 +203,12 @@ class Complaints:
 
 def _reason(error: BaseException) -> str:
     return next((name for kind, name in REASONS if isinstance(error, kind)), "error")
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no turn was finished within generation.timeout_s"
+    return str(error) or type(error).__name__
 
 
 def _ignore(_: int) -> None:

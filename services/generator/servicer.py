@@ -73,12 +73,14 @@ class Servicer(generator_pb2_grpc.GeneratorServiceServicer):  # type: ignore[mis
                 context, grpc.StatusCode.INVALID_ARGUMENT, "BAD_REQUEST", str(error)
             )
         if not group.conversations:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in group.failed.items())
+            reasons = "; ".join(
+                f"{n} {reason}: {group.why[reason]}" for reason, n in group.failed.items()
+            )
             await grpc_kit.abort(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "FAILED",
-                f"none finished: {reasons}; the generator's log says why",
+                f"none finished: {reasons}",
             )
         if group.versions is not None:
             await serving.wait_proven(group.versions[1])
@@ -101,6 +103,7 @@ def response(
             for sequence in conversation.sequences
         ],
         failed=group.failed,
+        why={reason: wire.printable(words) for reason, words in group.why.items()},
     )
 
 

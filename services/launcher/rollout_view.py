@@ -26,7 +26,7 @@ def print_answer(answer: generator_pb2.GenerateResponse, *, console: Console) ->
         _print_rollout(rollout, [next(texts) for _ in rollout.sequences], console)
         _say(console, "")
     for reason, count in sorted(answer.failed.items()):
-        _say(console, f"{count} failed: {reason} (the log says why)", FAILED)
+        _say(console, f"{count} failed: {reason}: {answer.why[reason]}", FAILED)
 
 
 def _print_rollout(

@@ -12,8 +12,8 @@ from services.generator.group import Group, GroupRunner, seed_of
 from services.generator.measure import END_NAMES
 from services.generator.slots import Slots
 from services.generator.template import ChatTemplate
-from services.generator.types import EngineDead, Generated
-from services.generator.wire import write_group
+from services.generator.types import EngineDead, Generated, GenerateFailed
+from services.generator.wire import Malformed, write_group
 from services.launcher import tiny_training
 from tests.services.generator.fakes import (
     FakeEngine,
@@ -274,3 +274,45 @@ def test_seeds_are_the_same_everywhere_and_differ_by_all_they_are_of() -> None:
 def test_end_reasons_have_names() -> None:
     named = set(wire.EndReason.values()) - {wire.END_REASON_UNSPECIFIED}
     assert set(END_NAMES) == named
+
+
+async def test_failures_say_why(template: ChatTemplate, measured: Recorder) -> None:
+    """One of each reason that a request can have by itself; the messages name what to look at."""
+
+    async def answer(call: int) -> Generated:
+        raise GenerateFailed("vLLM failed at a request: KeyError(7)")
+
+    setting = Setting(FakeEngine(answer), template, recipe_of())
+    runner = GroupRunner(setting, Slots(8), measured)
+    group = await runner.run(request_of(num=2))
+    assert (group.failed, group.why) == (
+        {"error": 2},
+        {"error": "vLLM failed at a request: KeyError(7)"},
+    )
+    assert values(measured)["rollout/vllm_retry_total"] == 4
+    narrated = request_of(num=2)
+    narrated.messages[0].role = "narrator"
+    group = await runner.run(narrated)
+    assert group.failed == {"template": 2}
+    assert "unknown role: narrator" in group.why["template"]
+
+
+@pytest.mark.parametrize("row_json", ["{", "[1]", '"x"'])
+async def test_a_request_that_cannot_be_read_is_nobodys_failure(
+    runner_of: RunnerOf, row_json: str
+) -> None:
+    runner, engine = runner_of()
+    request = request_of()
+    request.row_json = row_json
+    with pytest.raises(Malformed, match="row_json"):
+        await runner.run(request)
+    assert (engine.calls, runner.unfinished) == ([], 0)
+
+
+async def test_a_group_without_a_trained_token_has_no_versions(runner_of: RunnerOf) -> None:
+    async def answer(call: int) -> Generated:
+        return generated([])
+
+    runner, _ = runner_of(answer)
+    group = await runner.run(request_of(num=2))
+    assert (len(group.conversations), group.versions) == (2, None)

@@ -156,6 +156,7 @@ def answer() -> generator_pb2.GenerateResponse:
             generator_pb2.SequenceText(segments=[segment(trained=True, num_tokens=2, text="z")]),
         ],
         failed={"timeout": 1},
+        why={"timeout": "no turn was finished"},
     )
 
 
@@ -176,7 +177,7 @@ def test_what_is_shown_without_colours() -> None:
         "tokens demoted), 1 forked · 1.00 s (engine 0.75, tools 0.00, environment 0.25) · "
         "environment Counter: 0.5\n"
         "\n"
-        "1 failed: timeout (the log says why)\n"
+        "1 failed: timeout: no turn was finished\n"
     )
 
 

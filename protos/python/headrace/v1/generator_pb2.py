@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import rollout_pb2 as headrace_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/generator.proto\x12\x0bheadrace.v1\x1a\x19headrace/v1/rollout.proto\"x\n\x0fGenerateRequest\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x10\n\x08row_json\x18\x03 \x01(\t\"\xce\x01\n\x10GenerateResponse\x12&\n\x08rollouts\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Rollout\x12(\n\x05texts\x18\x02 \x03(\x0b\x32\x19.headrace.v1.SequenceText\x12\x39\n\x06\x66\x61iled\x18\x03 \x03(\x0b\x32).headrace.v1.GenerateResponse.FailedEntry\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"6\n\x0cSequenceText\x12&\n\x08segments\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Segment\"<\n\x07Segment\x12\x0f\n\x07trained\x18\x01 \x01(\x08\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t2[\n\x10GeneratorService\x12G\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/generator.proto\x12\x0bheadrace.v1\x1a\x19headrace/v1/rollout.proto\"x\n\x0fGenerateRequest\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\'\n\x08sampling\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x10\n\x08row_json\x18\x03 \x01(\t\"\xaf\x02\n\x10GenerateResponse\x12&\n\x08rollouts\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Rollout\x12(\n\x05texts\x18\x02 \x03(\x0b\x32\x19.headrace.v1.SequenceText\x12\x39\n\x06\x66\x61iled\x18\x03 \x03(\x0b\x32).headrace.v1.GenerateResponse.FailedEntry\x12\x33\n\x03why\x18\x04 \x03(\x0b\x32&.headrace.v1.GenerateResponse.WhyEntry\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a*\n\x08WhyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0cSequenceText\x12&\n\x08segments\x18\x01 \x03(\x0b\x32\x14.headrace.v1.Segment\"<\n\x07Segment\x12\x0f\n\x07trained\x18\x01 \x01(\x08\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t2[\n\x10GeneratorService\x12G\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,16 +34,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATERESPONSE_FAILEDENTRY']._loaded_options = None
   _globals['_GENERATERESPONSE_FAILEDENTRY']._serialized_options = b'8\001'
+  _globals['_GENERATERESPONSE_WHYENTRY']._loaded_options = None
+  _globals['_GENERATERESPONSE_WHYENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=71
   _globals['_GENERATEREQUEST']._serialized_end=191
   _globals['_GENERATERESPONSE']._serialized_start=194
-  _globals['_GENERATERESPONSE']._serialized_end=400
-  _globals['_GENERATERESPONSE_FAILEDENTRY']._serialized_start=355
-  _globals['_GENERATERESPONSE_FAILEDENTRY']._serialized_end=400
-  _globals['_SEQUENCETEXT']._serialized_start=402
-  _globals['_SEQUENCETEXT']._serialized_end=456
-  _globals['_SEGMENT']._serialized_start=458
-  _globals['_SEGMENT']._serialized_end=518
-  _globals['_GENERATORSERVICE']._serialized_start=520
-  _globals['_GENERATORSERVICE']._serialized_end=611
+  _globals['_GENERATERESPONSE']._serialized_end=497
+  _globals['_GENERATERESPONSE_FAILEDENTRY']._serialized_start=408
+  _globals['_GENERATERESPONSE_FAILEDENTRY']._serialized_end=453
+  _globals['_GENERATERESPONSE_WHYENTRY']._serialized_start=455
+  _globals['_GENERATERESPONSE_WHYENTRY']._serialized_end=497
+  _globals['_SEQUENCETEXT']._serialized_start=499
+  _globals['_SEQUENCETEXT']._serialized_end=553
+  _globals['_SEGMENT']._serialized_start=555
+  _globals['_SEGMENT']._serialized_end=615
+  _globals['_GENERATORSERVICE']._serialized_start=617
+  _globals['_GENERATORSERVICE']._serialized_end=708
 # @@protoc_insertion_point(module_scope)

@@ -79,9 +79,30 @@ class GenerateResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class WhyEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROLLOUTS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.Rollout]:
         """One per generation that finished."""
@@ -94,16 +115,21 @@ class GenerateResponse(_message.Message):
     def failed(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Conversations that failed, by reason."""
 
+    @_builtins.property
+    def why(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Of each reason the first failure, in words."""
+
     def __init__(
         self,
         *,
         rollouts: _abc.Iterable[_rollout_pb2.Rollout] | None = ...,
         texts: _abc.Iterable[Global___SequenceText] | None = ...,
         failed: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        why: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "rollouts", b"rollouts", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "rollouts", b"rollouts", "texts", b"texts", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
