@@ -6,23 +6,18 @@ the books balance.
 """
 
 import json
-import os
 import re
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from services.aggregator.catalogue import CATALOGUE
 from tests.emitted import disagreements, emitted
+from tests.launching import launched, metrics_of
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic.toml"
 
@@ -68,35 +63,6 @@ def children_of(process: psutil.Process, service: str, replica: int) -> list[psu
     return found
 
 
-@contextmanager
-def launched(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """`headrace run` on the demo's recipe made small; ended with the test."""
-    arguments = [f"{key}={json.dumps(value)}" for key, value in SETTINGS.items()]
-    arguments.append('rewards.functions=[{function = "slow_reward:slow"}]')
-    (folder / "slow_reward.py").write_text(REWARDS)
-    sets = [word for argument in arguments for word in ("--set", argument)]
-    command = [sys.executable, "-m", "services.launcher.cli", "run", str(RECIPE), *sets]
-    process = subprocess.Popen(
-        [*command, "--set", f"folder={folder}", "--set", "run=e2e"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        cwd=folder,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-        assert process.stdout is not None
-        process.stdout.close()
-
-
 def log_of(folder: Path, name: str) -> list[dict[str, Any]]:
     """The JSON lines of a log."""
     path = folder / "e2e" / "logs" / f"{name}.log"
@@ -120,7 +86,15 @@ def wait_for_version(folder: Path, version: int, process: subprocess.Popen[str])
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the run is, once it has survived the deaths and ended."""
     folder = tmp_path_factory.mktemp("e2e")
-    with launched(folder) as process:
+    (folder / "slow_reward.py").write_text(REWARDS)
+    with launched(
+        RECIPE,
+        folder=folder,
+        run="e2e",
+        settings=SETTINGS,
+        more=['rewards.functions=[{function = "slow_reward:slow"}]'],
+        cwd=folder,
+    ) as process:
         launcher = psutil.Process(process.pid)
         wait_for_version(folder, 4, process)
         [generator] = children_of(launcher, "generator", 1)
@@ -165,37 +139,8 @@ def test_a_run_survives_the_death_of_a_generator_and_a_scorer(folder: Path) -> N
     assert fetched[1] > 4
 
 
-@contextmanager
-def metrics_of(folder: Path) -> Iterator[httpx.Client]:
-    """An aggregator on the finished run's metrics."""
-    recipe = folder / "e2e" / "recipe.toml"
-    announce = folder / "announce.json"
-    command = [
-        sys.executable,
-        "-m",
-        "services.aggregator",
-        str(recipe),
-        "--announce",
-        str(announce),
-    ]
-    process = subprocess.Popen(
-        [*command, "--set", "aggregator.http_port=0"], stderr=subprocess.DEVNULL
-    )
-    try:
-        while not announce.exists():
-            assert process.poll() is None
-            time.sleep(0.1)
-        port = json.loads(announce.read_text())["http_port"]
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            yield client
-    finally:
-        announce.unlink(missing_ok=True)
-        process.terminate()
-        process.wait(20)
-
-
 def test_both_replicas_produced(folder: Path) -> None:
-    with metrics_of(folder) as client:
+    with metrics_of(folder, "e2e") as client:
         answer = client.get(
             "/api/v1/runs/e2e/metrics/rollout/generated_tok_s",
             params={"reduce": "sum", "group_by": "producer", "max_points": 1},
@@ -208,6 +153,6 @@ def test_both_replicas_produced(folder: Path) -> None:
 
 def test_what_it_has_measured_is_what_is_declared(folder: Path) -> None:
     """A key that nobody emits, that is not declared, or that another service sends, fails here."""
-    with metrics_of(folder) as client:
+    with metrics_of(folder, "e2e") as client:
         found = list(disagreements(CATALOGUE, emitted(client, "e2e")))
     assert not found, "\n".join(found)

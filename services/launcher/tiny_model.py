@@ -1,4 +1,4 @@
-"""The tiny model: a small Qwen3 that this machine makes by itself, for the demo and for tests.
+"""Tiny models: small Qwen3s that this machine makes by itself, for the demos and for tests.
 
 `make()` writes a standard Hugging Face folder; `resolve()` turns a recipe's `model.path` into a
 folder, where `tiny:NAME` means one kept in the user's cache. Nothing is downloaded.
@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from services.common.errors import UserError
+from services.launcher import tiny_tasks
 
 PREFIX = "tiny:"
 TIED_SUFFIX = "-tied"
@@ -29,24 +29,26 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is warmed up on: a reasoning-gym task that has few questions."""
+    """What a model is warmed up on."""
 
-    generator: str
-    params: dict[str, Any]
-    num_questions: int
-    """Distinct questions of the task."""
+    teach: Callable[[int], tiny_tasks.Lessons]
+    """By seed."""
     target: float
     """Sampled accuracy at which the warm start ends: the format is learnt, and much is left."""
+    batch_rows: int = 64
+    """Demonstrations of one step."""
+    parts: int = 1
+    """Of such a batch, by length: how many go through the model one after the other."""
 
 
 TASKS = {
-    "arithmetic": Task(
-        generator="chain_sum",
-        params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        num_questions=200,
-        target=0.3,
-    )
+    "arithmetic": Task(tiny_tasks.arithmetic, target=0.3),
+    "calculator": Task(tiny_tasks.calculator, target=0.4, batch_rows=32, parts=2),
+    "guess": Task(tiny_tasks.guess, target=0.25, batch_rows=32, parts=4),
 }
+
+CODE = ("tiny_tasks.py", "tiny_tokenizer.py", "tiny_training.py")
+"""What decides the weights, beside the arguments."""
 
 
 def resolve(
@@ -69,7 +71,7 @@ def resolve(
         return folder
     name = model_path.removeprefix(PREFIX)
     task, tied = name.removesuffix(TIED_SUFFIX), name.endswith(TIED_SUFFIX)
-    digest = _digest(_task(task, key="model.path"), tied=tied, seed=0)
+    digest = _digest(task, _task(task, key="model.path"), tied=tied, seed=0)
     root = default_cache() if cache is None else cache
     return make(root / f"tiny-{name}-{digest}", task=task, tied=tied, progress=progress)
 
@@ -90,7 +92,7 @@ def make(
     Raises UserError for an unknown task and for a folder that holds something else.
     """
     chosen = _task(task, key="task")
-    digest = _digest(chosen, tied=tied, seed=seed)
+    digest = _digest(task, chosen, tied=tied, seed=seed)
     if _holds(directory, digest):
         return directory
     partial = directory.parent / f".{directory.name}.{uuid.uuid4().hex[:8]}.partial"
@@ -137,11 +139,13 @@ def _task(name: str, *, key: str) -> Task:
     return TASKS[name]
 
 
-def _digest(task: Task, *, tied: bool, seed: int) -> str:
+def _digest(name: str, task: Task, *, tied: bool, seed: int) -> str:
     """Of all that decides the weights: the arguments and the code, so that no cache outlives it."""
-    content = json.dumps({"task": asdict(task), "tied": tied, "seed": seed}, sort_keys=True)
-    code = Path(__file__).with_name("tiny_training.py").read_bytes()
-    return hashlib.sha256(content.encode() + code).hexdigest()[:12]
+    arguments = asdict(task) | {"teach": name, "tied": tied, "seed": seed}
+    found = hashlib.sha256(json.dumps(arguments, sort_keys=True).encode())
+    for code in CODE:
+        found.update(Path(__file__).with_name(code).read_bytes())
+    return found.hexdigest()[:12]
 
 
 def _holds(directory: Path, digest: str) -> bool:
@@ -158,20 +162,17 @@ def _write(
     directory: Path, task: Task, *, tied: bool, seed: int, progress: Progress | None
 ) -> dict[str, float]:
     """Warm up a model, save it into an existing folder, and say how well it answers."""
-    # Here, since these take seconds, and a launcher that finds the model in the cache needs none.
-    import reasoning_gym
-
+    # Here, since it takes seconds, and a launcher that finds the model in the cache needs none.
     from services.launcher import tiny_training
 
     if progress is not None:
         progress(0.0, "making the tiny model")
-    # So many draws that none of the questions is missing.
-    rows = reasoning_gym.create_dataset(
-        task.generator, size=20 * task.num_questions, seed=seed, **task.params
+    schedule = tiny_training.Schedule(
+        target=task.target,
+        batch_rows=task.batch_rows,
+        parts=task.parts,
     )
-    pairs = sorted({(row["question"], row["answer"]) for row in rows})
-    assert len(pairs) == task.num_questions, (len(pairs), task.num_questions)
     accuracy = tiny_training.train_and_save(
-        directory, pairs, tied=tied, target=task.target, seed=seed, progress=progress
+        directory, task.teach(seed), schedule, tied=tied, seed=seed, progress=progress
     )
     return {"greedy_accuracy": accuracy.greedy, "sampled_accuracy": accuracy.sampled}

@@ -1,5 +1,4 @@
-"""What the tiny model is made of: a character tokenizer, a small Qwen3, and its supervised warm
-start.
+"""What a tiny model is made of: a small Qwen3, and its supervised warm start.
 
 This module needs torch and transformers; `tiny_model` imports it only when a model has to be made.
 """
@@ -11,34 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-PAD, UNKNOWN, END = "<pad>", "<unk>", "<end>"
-ROLES = ("system", "user", "assistant", "tool")
-ALPHABET = ("\n", *(chr(code) for code in range(32, 127)))
-"""Newline and printable ASCII, one token each; any other character is UNKNOWN."""
+from services.launcher.tiny_tasks import Demonstration, Lessons, Message
+from services.launcher.tiny_tokenizer import END, MAX_POSITIONS_TOKENS, build_tokenizer
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
-    "{{ raise_exception('unknown role: ' ~ message['role']) }}"
-    "{% endif %}"
-    "<{{ message['role'] }}>{{ message['content'] }}<end>"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-"""One token opens a message and one ends it, so that prompts stay short."""
-
-MAX_POSITIONS_TOKENS = 2048
-BATCH_ROWS = 64
 LEARNING_RATE = 1e-3
 BETAS = (0.9, 0.99)
 WARMUP_STEPS = 10
-MAX_STEPS = 400
-"""Where the warm start gives up: about three times what it has been seen to take."""
+MAX_STEPS = 800
+"""Where a warm start gives up: about three times what one has been seen to take."""
 MEASURE_EVERY_STEPS = 5
 MAX_THREADS = 1
 IGNORED = -100
@@ -49,36 +32,75 @@ Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """When a warm start ends, and how it gets there."""
+
+    target: float
+    """Sampled accuracy."""
+    batch_rows: int
+    parts: int = 1
+    """A batch goes through the model in so many parts, short rows apart from long ones, so that few
+    tokens are padding. It makes no difference to the gradient."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Conversations as tokens, padded on the right."""
+
+    token_ids: Tensor
+    """[rows, longest]."""
+    labels: Tensor
+    """[rows, longest]: the token id where a token is to be learnt, else IGNORED."""
+    questions: Tensor
+    """[rows]: what each row answers, counted from 0."""
+
+    def batch(self, chosen: Tensor, *, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Token ids and labels of some rows, in parts, each as long as its longest row."""
+        if parts > 1:
+            places = torch.arange(self.labels.shape[1])
+            lengths = (places * (self.labels[chosen] != IGNORED)).amax(1)
+            chosen = chosen[lengths.argsort()]
+        for part in chosen.chunk(parts):
+            token_ids, labels = self.token_ids[part], self.labels[part]
+            longest = int((labels != IGNORED).any(0).nonzero().max()) + 1
+            yield token_ids[:, :longest], labels[:, :longest]
+
+
+@dataclass(frozen=True)
 class Accuracy:
-    """How well a model answers, over all questions of the task; exact, nothing is sampled to
-    measure it.
-    """
+    """How well a model answers; exact, nothing is sampled to measure it."""
 
     greedy: float
-    """Share of questions whose greedy completion is the answer and the end of turn."""
+    """Share of questions one of whose good answers is what greedy decoding gives."""
     sampled: float
-    """Mean probability of the answer and the end of turn, at temperature 1."""
+    """Mean probability, at temperature 1, that the answer is one of the good ones."""
 
 
 def train_and_save(
     directory: Path,
-    pairs: Sequence[tuple[str, str]],
+    lessons: Lessons,
+    schedule: Schedule,
     *,
     tied: bool,
-    target: float,
     seed: int,
     progress: Progress | None = None,
 ) -> Accuracy:
-    """Make a model, warm it up on (question, answer) pairs until `target`, and save all of it.
+    """Make a model, warm it up on the lessons, and save all of it.
 
     `directory` exists. Torch's generator, its threads and the progress bars are left as they were.
     """
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(tools=lessons.tools is not None)
     with _small_machine(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build_model(tokenizer, tied=tied)
-        token_ids, labels = encode(tokenizer, pairs)
-        accuracy = warm_start(model, token_ids, labels, target=target, seed=seed, progress=progress)
+        accuracy = warm_start(
+            model,
+            encode(tokenizer, lessons.shown, tools=lessons.tools),
+            encode(tokenizer, lessons.asked, tools=lessons.tools),
+            schedule,
+            seed=seed,
+            progress=progress,
+        )
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return accuracy
@@ -96,30 +118,6 @@ def _small_machine() -> Iterator[None]:
         torch.set_num_threads(threads)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def build_tokenizer() -> Any:
-    """A tokenizer with one token a character; decoding gives back exactly the text that was
-    encoded.
-    """
-    tokens = [PAD, UNKNOWN, END, *(f"<{role}>" for role in ROLES), *ALPHABET]
-    inner = Tokenizer(
-        models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNKNOWN)
-    )
-    # "." would not match a newline, and a newline dropped here is dropped from every prompt.
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    # Without a decoder, words (here: characters) are joined by spaces.
-    inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        eos_token=END,
-        additional_special_tokens=[f"<{role}>" for role in ROLES],
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS_TOKENS,
-        chat_template=CHAT_TEMPLATE,
-    )
 
 
 def build_model(tokenizer: Any, *, tied: bool) -> Any:
@@ -148,27 +146,46 @@ def build_model(tokenizer: Any, *, tied: bool) -> Any:
     return model
 
 
-def encode(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, both [rows, longest], of (question, answer) pairs.
+def encode(
+    tokenizer: Any,
+    demonstrations: Sequence[Demonstration],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+) -> Rows:
+    """Conversations through the chat template.
 
-    A row is the question through the chat template, the answer and the end of turn, padded on the
-    right. Labels are the token ids where a token belongs to the answer or ends the turn, else
-    IGNORED.
+    To be learnt is what the assistant says and the end of its turn, in every turn.
     """
-    rows, answers = [], []
-    for question, answer in pairs:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-        )
-        completion = tokenizer.encode(answer + END, add_special_tokens=False)
-        rows.append(tokenizer.encode(prompt, add_special_tokens=False) + completion)
-        answers.append(len(completion))
-    token_ids = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
+    rows = [_encode(tokenizer, each.messages, tools=tools) for each in demonstrations]
+    token_ids = torch.full((len(rows), max(len(row) for row, _ in rows)), tokenizer.pad_token_id)
     labels = torch.full_like(token_ids, IGNORED)
-    for index, (row, length) in enumerate(zip(rows, answers, strict=True)):
+    for index, (row, turns) in enumerate(rows):
         token_ids[index, : len(row)] = torch.tensor(row)
-        labels[index, len(row) - length : len(row)] = torch.tensor(row[-length:])
-    return token_ids, labels
+        for start, end in turns:
+            labels[index, start:end] = torch.tensor(row[start:end])
+    asked = dict.fromkeys(each.question for each in demonstrations)
+    numbers = {question: number for number, question in enumerate(asked)}
+    questions = torch.tensor([numbers[each.question] for each in demonstrations])
+    return Rows(token_ids, labels, questions)
+
+
+def _encode(
+    tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """One conversation's tokens, and from where to where the assistant speaks."""
+    row: list[int] = []
+    turns = []
+    for position, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.apply_chat_template(
+            messages[:position], tools=tools, add_generation_prompt=True, tokenize=False
+        )
+        row = tokenizer.encode(prompt, add_special_tokens=False)
+        start = len(row)
+        row += tokenizer.encode(message["content"] + END, add_special_tokens=False)
+        turns.append((start, len(row)))
+    return row, turns
 
 
 def forward(model: Any, token_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,56 +205,63 @@ def forward(model: Any, token_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tens
     return logits, labels[:, shared + 1 :]
 
 
-def measure(model: Any, token_ids: Tensor, labels: Tensor) -> Accuracy:
-    """Accuracy from one forward over rows of `encode()`.
+def measure(model: Any, rows: Rows) -> Accuracy:
+    """Accuracy from one forward over rows, each of which is a good answer to its question.
 
-    Greedy decoding follows the answer exactly as long as the answer's next token is the most
-    probable one, so nothing has to be generated.
+    Greedy decoding follows an answer exactly as long as the answer's next token is the most
+    probable one, so nothing has to be generated. Probabilities of different answers to a question
+    add up: 0.3 for the one and 0.2 for the other are 0.5 for a good one.
     """
     with torch.no_grad():
-        logits, targets = forward(model, token_ids, labels)
+        logits, targets = forward(model, rows.token_ids, rows.labels)
     wanted = targets != IGNORED
-    hit = (logits.argmax(-1) == targets) | ~wanted
+    hit = ((logits.argmax(-1) == targets) | ~wanted).all(-1)
     logprobs = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     probability = (logprobs * wanted).sum(-1).exp()
-    return Accuracy(greedy=hit.all(-1).float().mean().item(), sampled=probability.mean().item())
+    num_questions = int(rows.questions.max()) + 1
+    each = torch.zeros(2, num_questions)
+    each.index_add_(1, rows.questions, torch.stack([hit.float(), probability]))
+    return Accuracy(greedy=each[0].mean().item(), sampled=each[1].mean().item())
 
 
 def warm_start(
     model: Any,
-    token_ids: Tensor,
-    labels: Tensor,
+    shown: Rows,
+    asked: Rows,
+    schedule: Schedule,
     *,
-    target: float,
     seed: int,
     progress: Progress | None = None,
 ) -> Accuracy:
-    """Train on batches of the rows until sampled accuracy reaches `target`, and say what it is.
+    """Train on batches of `shown` until accuracy over `asked` is the target, and say what it is.
 
     Cross entropy over answers and ends of turn, AdamW with a linear warm-up. It stops by accuracy
     and not after a number of steps, since float32 sums differ between machines: what GRPO starts
     from must not. By the sampled one, which rises steadily where the greedy one jumps. Raises
     RuntimeError when MAX_STEPS do not suffice.
     """
+    target = schedule.target
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0
     )
     generator = torch.Generator().manual_seed(seed)
     for step in range(1, MAX_STEPS + 1):
-        batch = torch.randint(len(token_ids), (BATCH_ROWS,), generator=generator)
-        logits, targets = forward(model, token_ids[batch], labels[batch])
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
-        )
+        chosen = torch.randint(len(shown.token_ids), (schedule.batch_rows,), generator=generator)
         optimizer.zero_grad()
-        torch.autograd.backward(loss)
+        num_targets = (shown.labels[chosen] != IGNORED).sum()
+        for token_ids, labels in shown.batch(chosen, parts=schedule.parts):
+            logits, targets = forward(model, token_ids, labels)
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            torch.autograd.backward(loss / num_targets)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, step / WARMUP_STEPS)
         optimizer.step()
         if step % MEASURE_EVERY_STEPS:
             continue
-        accuracy = measure(model, token_ids, labels)
+        accuracy = measure(model, asked)
         if progress is not None:
             progress(
                 1.0 if accuracy.sampled >= target else accuracy.sampled / target,

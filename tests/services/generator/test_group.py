@@ -14,7 +14,7 @@ from services.generator.slots import Slots
 from services.generator.template import ChatTemplate
 from services.generator.types import EngineDead, Generated, GenerateFailed
 from services.generator.wire import Malformed, write_group
-from services.launcher import tiny_training
+from services.launcher import tiny_tokenizer
 from tests.services.generator.fakes import (
     FakeEngine,
     at_once,
@@ -32,7 +32,7 @@ Answer = Callable[[int], Awaitable[Generated]]
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
     folder = tmp_path_factory.mktemp("tokenizer")
-    tiny_training.build_tokenizer().save_pretrained(folder)
+    tiny_tokenizer.build_tokenizer().save_pretrained(folder)
     return ChatTemplate(folder)
 
 

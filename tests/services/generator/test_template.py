@@ -7,9 +7,9 @@ import pytest
 
 from services.common.errors import UserError
 from services.generator.template import ChatTemplate
-from services.launcher import tiny_training
+from services.launcher import tiny_tokenizer
 
-TOKENIZER = tiny_training.build_tokenizer()
+TOKENIZER = tiny_tokenizer.build_tokenizer()
 PAD, END = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id
 USER, ASSISTANT = TOKENIZER.convert_tokens_to_ids(["<user>", "<assistant>"])
 
@@ -18,10 +18,10 @@ def folder_of(
     tmp_path: Path,
     *,
     eos: str | None = "<end>",
-    template: str | None = tiny_training.CHAT_TEMPLATE,
+    template: str | None = tiny_tokenizer.CHAT_TEMPLATE,
     listed: int | list[int] | None = None,
 ) -> Path:
-    tokenizer = tiny_training.build_tokenizer()
+    tokenizer = tiny_tokenizer.build_tokenizer()
     tokenizer.eos_token = eos
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from services.common.errors import UserError
 from services.generator.parsing import Parser, make_parser
 from services.generator.types import Parsed, ToolCall
-from services.launcher import tiny_training
+from services.launcher import tiny_tokenizer
 
 pytest.importorskip("vllm")
 
@@ -29,7 +29,7 @@ ADD = {
 @cache
 def tokenizer() -> Any:
     """The tiny model's, with the tokens that some formats need."""
-    made = tiny_training.build_tokenizer()
+    made = tiny_tokenizer.build_tokenizer()
     made.add_tokens(["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"])
     return made
 
@@ -168,7 +168,7 @@ def test_reasoning_can_be_taken_where_there_are_no_tools() -> None:
 )
 def test_names_that_cannot_be_used_are_told(calls: str, reasoning: str | None, why: str) -> None:
     # Without the tokens of any format.
-    made = tiny_training.build_tokenizer()
+    made = tiny_tokenizer.build_tokenizer()
     with pytest.raises(UserError) as caught:
         make_parser(calls, reasoning, tokenizer=made, tools=[ADD])
     assert why in str(caught.value)

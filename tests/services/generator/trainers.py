@@ -17,7 +17,7 @@ from services.common import canary, grpc_kit
 from services.common.config import Network
 from services.common.lifecycle import Lifecycle
 from services.generator.weights import PolicyClient
-from services.launcher import tiny_training
+from services.launcher import tiny_tokenizer
 from services.trainer.policy import PolicyServicer, PolicyStore, Published
 from tests.services.generator.fakes import recorder
 
@@ -60,7 +60,7 @@ def perturbed(weights: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
 def model_folder(path: Path) -> Path:
     """A folder with what generators need besides weights."""
     if not path.exists():
-        tiny_training.build_tokenizer().save_pretrained(path)
+        tiny_tokenizer.build_tokenizer().save_pretrained(path)
         (path / "config.json").write_text('{"model_type": "qwen3"}\n')
     return path
 

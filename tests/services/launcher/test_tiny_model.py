@@ -1,22 +1,14 @@
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import UserError
 from services.launcher import tiny_model, tiny_training
-
-PAIRS = [
-    (f"{first} + {second} =", str(first + second)) for first in range(4) for second in range(3)
-]
-SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-TOKENIZER = tiny_training.build_tokenizer()
 
 
 @pytest.fixture(autouse=True)
@@ -31,30 +23,13 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making ends at the first measurement: these tests look at folders, not at learning."""
-    tasks = {"arithmetic": tiny_model.Task("chain_sum", SUMS, num_questions=200, target=0.0)}
+    tasks = {name: replace(task, target=0.0) for name, task in tiny_model.TASKS.items()}
     monkeypatch.setattr(tiny_model, "TASKS", tasks)
     monkeypatch.setattr(tiny_training, "MEASURE_EVERY_STEPS", 1)
 
 
 def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
-
-
-@given(st.text(st.sampled_from(tiny_training.ALPHABET)))
-def test_the_tokenizer_gives_back_what_it_was_given(text: str) -> None:
-    token_ids = TOKENIZER.encode(text, add_special_tokens=False)
-    assert TOKENIZER.decode(token_ids) == text
-    if not any(token in text for token in TOKENIZER.all_special_tokens):
-        assert len(token_ids) == len(text)
-
-
-def test_the_chat_template_spends_one_token_on_a_role_and_one_on_its_end() -> None:
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "1 + 2\n"}]
-    text = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert text == "<system>a<end><user>1 + 2\n<end><assistant>"
-    assert len(TOKENIZER.encode(text, add_special_tokens=False)) == 3 + 8 + 1
-    with pytest.raises(Exception, match="unknown role: robot"):
-        TOKENIZER.apply_chat_template([{"role": "robot", "content": ""}], tokenize=False)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -150,7 +125,10 @@ def test_names_become_folders_of_the_users_cache(
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("tiny:poetry", r"model.path: no tiny model 'poetry'; there is arithmetic"),
+        (
+            "tiny:poetry",
+            "model.path: no tiny model 'poetry'; there is arithmetic, calculator, guess",
+        ),
         ("no/such/folder", "model.path: no such folder: no/such/folder"),
         (".", r"model.path: \. has no config.json"),
     ],
@@ -163,58 +141,3 @@ def test_models_that_are_not_there(
         tiny_model.resolve(path, cache=tmp_path)
     with pytest.raises(UserError, match="task: no tiny model"):
         tiny_model.make(tmp_path / "model", task="poetry")
-
-
-def small_model() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    model = tiny_training.build_model(TOKENIZER, tied=False)
-    return model, *tiny_training.encode(TOKENIZER, PAIRS)
-
-
-def test_accuracy_is_that_of_real_greedy_decoding_and_sampling() -> None:
-    model, token_ids, labels = small_model()
-    accuracy = tiny_training.warm_start(model, token_ids, labels, target=0.3, seed=0)
-    assert accuracy.greedy >= 0.3
-    right, probability = 0, 0.0
-    for question, answer in PAIRS:
-        messages = [{"role": "user", "content": question}]
-        prompt = TOKENIZER.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt"
-        )["input_ids"]
-        wanted = TOKENIZER.encode(answer + "<end>", add_special_tokens=False)
-        said = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=len(wanted),
-        )[0, prompt.shape[1] :].tolist()
-        right += said == wanted
-        whole = torch.cat([prompt, torch.tensor([wanted])], dim=1)
-        with torch.no_grad():
-            logprobs = model(input_ids=whole, use_cache=False).logits[0].log_softmax(-1)
-        places = range(prompt.shape[1] - 1, whole.shape[1] - 1)
-        probability += logprobs[list(places), wanted].sum().exp().item()
-    assert accuracy.greedy == pytest.approx(right / len(PAIRS))
-    assert accuracy.sampled == pytest.approx(probability / len(PAIRS), rel=1e-4)
-
-
-def test_the_shared_prefix_changes_neither_the_loss_nor_the_gradient() -> None:
-    model, token_ids, labels = small_model()
-
-    def gradients(logits: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=tiny_training.IGNORED
-        )
-        return list(torch.autograd.grad(loss, list(model.parameters())))
-
-    shared = gradients(*tiny_training.forward(model, token_ids, labels))
-    plain = gradients(model(input_ids=token_ids, use_cache=False).logits[:, :-1], labels[:, 1:])
-    for one, other in zip(shared, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
-
-
-def test_a_warm_start_that_gets_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_training, "MAX_STEPS", 5)
-    model, token_ids, labels = small_model()
-    with pytest.raises(RuntimeError, match=r"not 1\.0, in 5 steps"):
-        tiny_training.warm_start(model, token_ids, labels, target=1.0, seed=0)
