@@ -5,15 +5,15 @@ an instance need not know where it is.
 """
 
 import copy
-import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, Self
 
 import structlog
 
+from services.common.async_calls import awaited, raised
 from services.common.background import Strays
-from services.common.workers import CallRaised, CallTimedOut, Lease, Pool, WorkerError
+from services.common.workers import CallRaised, Lease, Pool, WorkerError
 from services.generator.tool_text import as_text
 from services.generator.types import EnvironmentFailed, ToolFailed
 
@@ -157,7 +157,7 @@ class LoopHost:
             # A copy, here and below: what an instance changes in place, others must not see.
             self._instance = self.blueprint.make(**copy.deepcopy(dict(self.blueprint.params)))
         except Exception as error:
-            _fail(self.blueprint.name, "__init__", _raised(error))
+            _fail(self.blueprint.name, "__init__", raised(error))
 
     @property
     def usable(self) -> bool:
@@ -167,7 +167,9 @@ class LoopHost:
     async def reset(self, arguments: Mapping[str, Any]) -> str | None:
         """See Host."""
         try:
-            observation = await self._await(self._instance.reset, arguments)
+            observation = await self._await(
+                self._instance.reset, arguments, timeout_s=self.timeout_s
+            )
             text = None if observation is None else as_text(observation)
             self.done = self._read_done()
         except WorkerError as error:
@@ -177,7 +179,11 @@ class LoopHost:
     async def call(self, method: str, arguments: Mapping[str, Any]) -> str:
         """See Host."""
         try:
-            text = as_text(await self._await(getattr(self._instance, method), arguments))
+            text = as_text(
+                await self._await(
+                    getattr(self._instance, method), arguments, timeout_s=self.timeout_s
+                )
+            )
             self.done = self._read_done()
         except CallRaised as error:
             raise ToolFailed(error.text) from error
@@ -188,7 +194,7 @@ class LoopHost:
     async def get_reward(self) -> Any:
         """See Host."""
         try:
-            return await self._await(self._instance.get_reward, {})
+            return await self._await(self._instance.get_reward, {}, timeout_s=self.timeout_s)
         except WorkerError as error:
             _fail(self.blueprint.name, "get_reward", error)
 
@@ -197,52 +203,27 @@ class LoopHost:
         if not self.blueprint.closes:
             return
         try:
-            await awaited(self._instance.close, {}, timeout_s=CLOSE_TIMEOUT_S, strays=self.strays)
+            await self._await(self._instance.close, {}, timeout_s=CLOSE_TIMEOUT_S)
         except WorkerError as error:
             _complain(self.blueprint.name, error)
 
     async def _await(
-        self, method: Callable[..., Coroutine[Any, Any, Any]], arguments: Mapping[str, Any]
+        self,
+        method: Callable[..., Coroutine[Any, Any, Any]],
+        arguments: Mapping[str, Any],
+        *,
+        timeout_s: float,
     ) -> Any:
-        given = copy.deepcopy(dict(arguments))
-        return await awaited(method, given, timeout_s=self.timeout_s, strays=self.strays)
+        async def run() -> Any:
+            return await method(**copy.deepcopy(dict(arguments)))
+
+        return await awaited(run(), timeout_s=timeout_s, strays=self.strays)
 
     def _read_done(self) -> bool:
         try:
             return bool(getattr(self._instance, "done", False))
         except Exception as error:
-            raise _raised(error) from error
-
-
-async def awaited(
-    function: Callable[..., Coroutine[Any, Any, Any]],
-    kwargs: Mapping[str, Any],
-    *,
-    timeout_s: float,
-    strays: Strays,
-) -> Any:
-    """Await a user's async function for at most `timeout_s`. Raises CallTimedOut and CallRaised, as
-    a worker does for any other function.
-    """
-
-    async def run() -> Any:
-        return await function(**kwargs)
-
-    task = await strays.outcome(run(), timeout_s=timeout_s)
-    if task is None:
-        raise CallTimedOut(f"did not return within {timeout_s:g} s")
-    if task.cancelled():
-        raise CallRaised("CancelledError: it cancelled itself", traceback_text="")
-    error = task.exception()
-    if error is not None:
-        raise _raised(error) from error
-    return task.result()
-
-
-def _raised(error: BaseException) -> CallRaised:
-    """A user's exception as workers report it."""
-    text = "".join(traceback.format_exception(error))
-    return CallRaised(f"{type(error).__name__}: {error}", traceback_text=text)
+            raise raised(error) from error
 
 
 def _fail(name: str, what: str, error: WorkerError) -> NoReturn:

@@ -8,7 +8,6 @@ where it gave no result.
 
 import inspect
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -16,6 +15,7 @@ from typing import Any, Protocol, Self
 import structlog
 
 from services.common import plugins, workers
+from services.common.async_calls import awaited
 from services.common.background import Strays
 from services.common.config import Recipe
 from services.common.errors import UserError
@@ -169,19 +169,10 @@ class Session:
         async def run() -> str:
             return as_text(await tool.call(**arguments))
 
-        timeout_s = self._tools._timeout_s
-        task = await self._tools._strays.outcome(run(), timeout_s=timeout_s)
-        if task is None:
-            raise workers.CallTimedOut(f"did not return within {timeout_s:g} s")
-        if task.cancelled():
-            raise workers.CallRaised("CancelledError: it cancelled itself", traceback_text="")
-        error = task.exception()
-        if error is not None:
-            raise workers.CallRaised(
-                f"{type(error).__name__}: {error}",
-                traceback_text="".join(traceback.format_exception(error)),
-            )
-        return task.result()
+        text: str = await awaited(
+            run(), timeout_s=self._tools._timeout_s, strays=self._tools._strays
+        )
+        return text
 
 
 class Methods(Protocol):

@@ -14,12 +14,12 @@ import json
 import math
 import re
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.common import config, plugins, workers
+from services.common.async_calls import awaited
 from services.common.background import Strays
 from services.common.errors import UserError
 from services.scorer.advantages import MAX_MAGNITUDE
@@ -234,20 +234,9 @@ class Judges:
 
         begin_s = time.monotonic()
         try:
-            task = await self._stray.outcome(run(), timeout_s=self.timeout_s)
+            return await awaited(run(), timeout_s=self.timeout_s, strays=self._stray)
         finally:
             took(time.monotonic() - begin_s)
-        if task is None:
-            raise workers.CallTimedOut(f"did not return within {self.timeout_s:g} s")
-        if task.cancelled():
-            raise workers.CallRaised("CancelledError: it cancelled itself", traceback_text="")
-        error = task.exception()
-        if error is not None:
-            raise workers.CallRaised(
-                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                traceback_text="".join(traceback.format_exception(error)),
-            )
-        return task.result()
 
 
 def read_rewards(returned: Any, *, number: int, name: str) -> tuple[list[float | None], int]:
