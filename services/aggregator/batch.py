@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from headrace.v1 import metrics_pb2 as wire
 
-from services.aggregator import table
+from services.aggregator import group_ids, said, table
 from services.aggregator.table import MAX_AGE_S, MAX_INTEGER, BadColumns, Table
 from services.common.config import RUN_NAME
 
@@ -90,7 +90,8 @@ def decode(request: wire.PushDeltasRequest) -> Batch:
         tables = _tables(request, keys, rejected)
     except BadColumns as error:
         raise BadBatch(str(error)) from None
-    for event in (_event(message, request.now_s) for message in request.events):
+    for message in request.events:
+        event = _event(message, now_s=request.now_s, service=request.service)
         if isinstance(event, GroupEvent):
             events.append(event)
         else:
@@ -148,16 +149,20 @@ def _bad_key(_index: int) -> str:
     return f"a key is a printable text of 1 to {MAX_NAME}"
 
 
-def _event(message: wire.GroupEvent, now_s: float) -> GroupEvent | Rejected:
+def _event(message: wire.GroupEvent, *, now_s: float, service: str) -> GroupEvent | Rejected:
     state, group_id = int(message.state), message.group_id
-    if not 0 < len(group_id) <= MAX_NAME:
-        why = "a group event needs its group_id"
+    reason = "bad_event"
+    if group_ids.parse(group_id) is None:
+        why = "a group_id is epoch.ordinal.attempt.try, or eval.N.attempt.row"
     elif state == 0 or state not in wire.GroupState.values():
         why = f"{state} is no state of a group"
     elif max(message.row_index, message.step) > MAX_INTEGER:
         why = f"row_index {message.row_index}, step {message.step}"
     elif not now_s - MAX_AGE_S <= message.at_s <= now_s:
         why = f"at_s {message.at_s} is after now_s {now_s}, or years before it"
+    elif state >= said.FIRST_TERMINAL and service != "trainer":
+        reason = "not_the_trainer"
+        why = f"only the trainer says that a group is {said.STATES[state]}, not a {service}"
     else:
         return GroupEvent(
             group_id=group_id,
@@ -168,4 +173,4 @@ def _event(message: wire.GroupEvent, now_s: float) -> GroupEvent | Rejected:
             worker=message.worker[:MAX_NAME],
             at_s=message.at_s,
         )
-    return Rejected(f"group {group_id[:MAX_NAME]}", "bad_event", why)
+    return Rejected(f"group {group_id[:MAX_NAME]}", reason, why)

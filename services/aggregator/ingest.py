@@ -161,8 +161,7 @@ class Ingest:
             places = zip(*columns[:3], sources, columns[3], strict=True)
             transaction.add(run, source_id, places, table.rows(shift_s))
         _see(changed, producer_id, first_s, now_s)
-        if batch.events:
-            transaction.add_events(run, ((e, e.at_s + shift_s) for e in batch.events))
+        changed.events.extend((event, event.at_s + shift_s) for event in batch.events)
         return Receipt(accepted=accepted, duplicate=False, rejected=tuple(rejected))
 
     def _known(

@@ -1,5 +1,5 @@
-"""What the aggregator does between batches: roll-ups, rows of deleted runs, old change lists; and,
-beside them, checkpoints.
+"""What the aggregator does between batches: roll-ups, rows of deleted runs, old change lists, old
+groups; and, beside them, checkpoints.
 
 waits_for: nothing. unblocked_by: time. Each piece of work is short: batches wait for it.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from services.aggregator import ledger
 from services.aggregator.changes import prune
 from services.aggregator.rollup import Roller
 from services.aggregator.store import Store
@@ -33,16 +34,20 @@ ROLLING_S = 0.03
 
 PRUNE_EVERY_S = 60.0
 
+ARCHIVE_EVERY_S = 10.0
+"""Between two looks for groups whose details are too many."""
+
 CHECKPOINT_EVERY_S = 2.0
 
 
 class Maintenance:
     """The work itself. Calls come from the writer's thread."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, keep_groups: int) -> None:
         self._store = store
+        self._keep_groups = keep_groups
         self._roller = Roller(store)
-        self._pruned_s = time.monotonic()
+        self._pruned_s = self._archived_s = time.monotonic()
 
     def work(self) -> bool:
         """Do a little; True when there is more."""
@@ -51,8 +56,23 @@ class Maintenance:
             with self._store.rolling() as connection:
                 if connection is not None:
                     prune(connection, now_s=time.time())
-        more = self._roller.roll(budget_s=ROLLING_S)
+        more = self._archive()
+        more = self._roller.roll(budget_s=ROLLING_S) or more
         return self._store.clean_up() or more
+
+    def _archive(self) -> bool:
+        """Archive some groups of a run that has too many in detail; True when there may be more."""
+        if time.monotonic() - self._archived_s < ARCHIVE_EVERY_S:
+            return False
+        with self._store.engine.begin() as reading:
+            run_id = ledger.to_prune(reading, keep_groups=self._keep_groups)
+        if run_id is None:
+            self._archived_s = time.monotonic()
+            return False
+        with self._store.rolling() as connection:
+            if connection is not None:
+                ledger.prune(connection, run_id, keep_groups=self._keep_groups)
+        return True
 
 
 async def keep_checkpointing(
@@ -77,9 +97,10 @@ async def keep_working(
     *,
     write: Callable[[Callable[[], Any]], Awaitable[Any]],
     batches_wait: Callable[[], bool],
+    keep_groups: int,
 ) -> None:
     """Work for ever; a store that fails is tried again. `write` runs in the writer's thread."""
-    maintenance = Maintenance(store)
+    maintenance = Maintenance(store, keep_groups=keep_groups)
     while True:
         try:
             more, spent_s = await write(partial(_timed, maintenance.work))

@@ -3,24 +3,11 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from headrace.v1 import metrics_pb2 as wire
 from sqlalchemy import Connection, func, select
 
 from services.aggregator import schema
+from services.aggregator.said import DROPPED, GIVEN_UP, STATES, TERMINAL
 from services.aggregator.series import RunRow
-
-STATES: dict[int, str] = {
-    number: name.removeprefix("GROUP_STATE_").lower()
-    for name, number in wire.GroupState.items()
-    if number
-}
-"""Names of the states of a group, in rising order."""
-
-TERMINAL = ("trained", "dropped", "given_up", "rolled_back")
-"""A group in one of these is in flight no more."""
-
-EVALUATION_PREFIX = "eval."
-"""Groups of evaluations: counted apart, never trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,32 +90,19 @@ def producers(connection: Connection, run: RunRow) -> list[Producer]:
 
 def group_counts(connection: Connection, run: RunRow) -> GroupCounts:
     """Where the groups of a run are."""
-    table = schema.group_events
-    highest = (
-        select(table.c.group_id, func.max(table.c.state).label("state"))
-        .where(table.c.run_id == run.id)
-        .group_by(table.c.group_id)
-        .subquery()
-    )
-    evaluation = highest.c.group_id.startswith(EVALUATION_PREFIX, autoescape=True)
-    rows = connection.execute(
-        select(evaluation, highest.c.state, table.c.reason, func.count())
-        .join(
-            table,
-            (table.c.run_id == run.id)
-            & (table.c.group_id == highest.c.group_id)
-            & (table.c.state == highest.c.state),
-        )
-        .group_by(evaluation, highest.c.state, table.c.reason)
-    )
-    states, evaluated = Counter(dict.fromkeys(STATES.values(), 0)), Counter[str]()
+    table = schema.ledger_counts
+    states, evaluation = Counter(dict.fromkeys(STATES.values(), 0)), Counter[str]()
     reasons: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for is_evaluation, number, reason, groups in rows:
+    for is_evaluation, number, reason, groups in connection.execute(
+        select(table.c.evaluation, table.c.state, table.c.reason, table.c.num_groups)
+        .where(table.c.run_id == run.id, table.c.num_groups != 0)
+        .order_by(table.c.reason)
+    ):
         state = STATES[number]
         if is_evaluation:
-            evaluated[state] += groups
+            evaluation[state] += groups
             continue
         states[state] += groups
-        if state in ("dropped", "given_up"):
+        if number in (DROPPED, GIVEN_UP):
             reasons[state][reason] = groups
-    return GroupCounts(dict(states), dict(reasons), dict(evaluated))
+    return GroupCounts(dict(states), dict(reasons), dict(evaluation))

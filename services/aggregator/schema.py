@@ -11,10 +11,12 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Double,
     Engine,
     ForeignKey,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -24,13 +26,14 @@ from sqlalchemy import (
     create_engine,
     event,
     make_url,
+    text,
 )
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from sqlalchemy.pool import QueuePool
 
 from services.common.errors import UserError
 
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 """Rises with every change of the tables; a database of another version is refused."""
 
 BUCKET_S = 10
@@ -252,19 +255,68 @@ changes = Table(
 )
 """What the commits of the last minutes have touched: live updates go on from any of them."""
 
-group_events = Table(
-    "group_events",
+GIVEN_UP_ONLY = text("state = 9")
+"""An index of few rows serves only queries that say so themselves."""
+
+ledger_groups = Table(
+    "ledger_groups",
     metadata,
-    Column("run_id", ForeignKey("runs.id"), primary_key=True),
-    Column("group_id", Text, primary_key=True),
-    Column("state", Integer, primary_key=True, autoincrement=False),
+    Column("id", Integer, primary_key=True),
+    Column("run_id", ForeignKey("runs.id"), nullable=False),
+    Column("group_id", Text, nullable=False),
     Column("row_index", BigInteger, nullable=False),
+    # The highest that was said, with its reason; the step that trained it.
+    Column("state", Integer, nullable=False),
     Column("reason", Text, nullable=False),
     Column("step", BigInteger),
-    Column("worker", Text, nullable=False),
-    Column("at_s", Double, nullable=False),
+    # When it was first heard of, and when it was said to have ended; null: in flight.
+    Column("first_s", Double, nullable=False),
+    Column("finished_s", Double),
+    # JSON, as said.py writes it.
+    Column("history", Text, nullable=False),
+    UniqueConstraint("run_id", "group_id"),
+    Index("ledger_groups_by_age", "run_id", "finished_s", "first_s"),
+    Index("ledger_groups_by_row", "run_id", "row_index"),
+    Index("ledger_groups_by_step", "run_id", "step"),
+    Index(
+        "ledger_groups_given_up",
+        "run_id",
+        sqlite_where=GIVEN_UP_ONLY,
+        postgresql_where=GIVEN_UP_ONLY,
+    ),
+)
+"""Groups in flight, and those that finished last: with all that was said of them."""
+
+ledger_archive = Table(
+    "ledger_archive",
+    metadata,
+    Column("run_id", ForeignKey("runs.id"), primary_key=True),
+    Column("epoch", BigInteger, primary_key=True, autoincrement=False),
+    Column("attempt", BigInteger, primary_key=True, autoincrement=False),
+    Column("block", BigInteger, primary_key=True, autoincrement=False),
+    Column("num_groups", Integer, nullable=False),
+    Column("num_given_up", Integer, nullable=False),
+    # Of the optimizer steps that trained them.
+    Column("first_step", BigInteger),
+    Column("last_step", BigInteger),
+    # As archive.py packs them.
+    Column("groups", LargeBinary, nullable=False),
+)
+"""The groups before those, in a few bytes each: the done set."""
+
+ledger_counts = Table(
+    "ledger_counts",
+    metadata,
+    Column("run_id", ForeignKey("runs.id"), primary_key=True),
+    Column("evaluation", Boolean, primary_key=True, autoincrement=False),
+    Column("state", Integer, primary_key=True, autoincrement=False),
+    Column("reason", Text, primary_key=True),
+    Column("num_groups", BigInteger, nullable=False),
     sqlite_with_rowid=False,
 )
+"""Groups by state, archived or not; by reason those dropped and given up. Written with what they
+count, in one transaction.
+"""
 
 
 def make_engine(database: str) -> Engine:

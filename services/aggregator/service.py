@@ -149,7 +149,14 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
         stack.callback(writer.shutdown)
         keep_s = retention.days_to_s(recipe.aggregator.keep_runs_days)
         catalogue = with_custom(recipe.metrics)
-        backend = Backend(store, catalogue, writer, keep_s, draining=state.stopping)
+        backend = Backend(
+            store,
+            catalogue,
+            writer,
+            keep_s,
+            stuck_after_s=recipe.ledger.stuck_after_s,
+            draining=state.stopping,
+        )
         sweeping = asyncio.create_task(
             retention.keep_sweeping(
                 store,
@@ -163,7 +170,10 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
         batches = GroupCommit(ingest, write=backend.write)
         working = asyncio.create_task(
             maintenance.keep_working(
-                store, write=backend.write, batches_wait=lambda: batches.is_wanted
+                store,
+                write=backend.write,
+                batches_wait=lambda: batches.is_wanted,
+                keep_groups=recipe.ledger.keep_groups,
             ),
             name="maintenance",
         )

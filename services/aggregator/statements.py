@@ -48,6 +48,21 @@ def widen(
     )
 
 
+def add_up(
+    connection: Connection, table: Table, rows: Sequence[dict[str, Any]], *, column: str
+) -> None:
+    """Insert rows; to those that are there, add the column."""
+    if rows:
+        statement = _insert(connection.dialect.name)(table)
+        total = table.c[column] + statement.excluded[column]
+        connection.execute(
+            statement.on_conflict_do_update(
+                index_elements=list(table.primary_key.columns), set_={column: total}
+            ),
+            list(rows),
+        )
+
+
 def replace(
     connection: Connection, table: Table, rows: Sequence[Sequence[Any]], *, names: Sequence[str]
 ) -> None:

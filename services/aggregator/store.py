@@ -36,7 +36,9 @@ OF_A_RUN = (
     schema.attempts,
     schema.clock,
     schema.changes,
-    schema.group_events,
+    schema.ledger_groups,
+    schema.ledger_archive,
+    schema.ledger_counts,
 )
 """Tables whose rows belong to a run."""
 

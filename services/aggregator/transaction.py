@@ -1,8 +1,8 @@
 """What batches may do to the store, inside one transaction.
 
 Everything that two writers could touch at once is locked in the same order by all of them: boots,
-stale blocks, clock, attempts, producers, runs, and the revision last; each of them in the order of
-its key. Ids are made before (registry.py), on PostgreSQL in transactions of their own.
+ledgers, stale blocks, clock, attempts, producers, runs, and the revision last; each of them in the
+order of its key. Ids are made before (registry.py), on PostgreSQL in transactions of their own.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, case, delete, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.aggregator import schema
+from services.aggregator import ledger, schema
 from services.aggregator.batch import GroupEvent
 from services.aggregator.reduce import Instrument
 from services.aggregator.registry import Attempt, Block, Place, Run
@@ -44,6 +44,8 @@ class Changed:
     attempts: dict[int, Attempt] = field(default_factory=dict)
     producers: dict[int, tuple[float, float]] = field(default_factory=dict)
     """First and last time that each was seen."""
+    events: list[tuple[GroupEvent, float]] = field(default_factory=list)
+    """What happened to groups, with the time on this clock."""
 
 
 class Transaction:
@@ -139,28 +141,11 @@ class Transaction:
         ).first()
         return None if found is None else tuple(found)
 
-    def add_events(self, run: Run, events: Iterable[tuple[GroupEvent, float]]) -> None:
-        """Keep group events with their time on this clock; the first of a (group, state) stays."""
-        rows: dict[tuple[str, int], dict[str, Any]] = {}
-        for event, at_s in events:
-            rows.setdefault(
-                (event.group_id, event.state),
-                {
-                    "run_id": run.id,
-                    "group_id": event.group_id,
-                    "state": event.state,
-                    "row_index": event.row_index,
-                    "reason": event.reason,
-                    "step": event.step,
-                    "worker": event.worker,
-                    "at_s": at_s,
-                },
-            )
-        insert_new(self._connection, schema.group_events, [rows[key] for key in sorted(rows)])
-
     def finish(self, *, now_s: float) -> None:
         """Write what was changed. Raises RunGone."""
         changed = [self._changed[name] for name in sorted(self._changed)]
+        for run, each in sorted(changed, key=lambda pair: pair[0].id):
+            ledger.write(self._connection, run.id, each.events)
         blocks = {}
         for run, each in changed:
             self._write_rows(each.rows)

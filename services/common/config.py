@@ -223,6 +223,15 @@ class Trainer(Section):
     """Most seconds one evaluation may take; past it the run fails."""
 
 
+class Checkpoint(Section):
+    """What a run goes on from after its trainer has died or was stopped."""
+
+    every_steps: Annotated[int, Field(ge=1)] = 50
+    """Steps between two checkpoints; what is trained after the last one is trained again."""
+    keep: Annotated[int, Field(ge=1)] = 3
+    """The newest ones stay: should one be broken, the one before is taken."""
+
+
 class Queue(Section):
     """The Redis-protocol server and the rules of delivery."""
 
@@ -258,6 +267,16 @@ class Aggregator(Section):
     keep_runs_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
     """A run is deleted so long after it was last heard of, unless it says otherwise (`headrace
     runs keep`); without it never."""
+
+
+class Ledger(Section):
+    """What the aggregator keeps of each group: counts of all, details of some."""
+
+    keep_groups: Annotated[int, Field(ge=1)] = 100_000
+    """Groups kept in detail beside those in flight (about 0.4 KB each); of older ones it stays
+    known what became of them."""
+    stuck_after_s: Annotated[float, Field(gt=0)] = 600.0
+    """A group in flight for longer is named as stuck."""
 
 
 class Recorder(Section):
@@ -308,9 +327,11 @@ class Recipe(Section):
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
     trainer: Trainer = Trainer()
+    checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
     queue: Queue = Queue()
     aggregator: Aggregator = Aggregator()
+    ledger: Ledger = Ledger()
     recorder: Recorder = Recorder()
     network: Network = Network()
     metrics: dict[str, CustomMetric] = {}  # noqa: RUF012 - pydantic copies it
@@ -394,11 +415,15 @@ class Recipe(Section):
     def identity(self) -> str:
         """Hex digest of what makes two runs the same experiment: model, data, conversations,
         rewards, loss, seeds."""
+        text = json.dumps(self.experiment(), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def experiment(self) -> dict[str, Any]:
+        """What `identity()` is a digest of. How long the run is does not belong to it."""
         trainer = self.trainer.model_dump(include={"groups_per_step", "zero_signal", "seed"})
-        content = {name: getattr(self, name).model_dump() for name in IDENTITY} | {
-            "trainer": trainer
-        }
-        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+        content = {name: getattr(self, name).model_dump() for name in IDENTITY}
+        del content["data"]["epochs"]
+        return content | {"trainer": trainer}
 
 
 def load(

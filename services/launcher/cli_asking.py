@@ -1,4 +1,4 @@
-"""The commands of `headrace` that ask a running aggregator: verdict, metrics and runs."""
+"""The commands of `headrace` that ask a running aggregator: verdict, metrics, ledger and runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +33,11 @@ def add_to(app: typer.Typer) -> None:
         "`headrace metrics http://localhost:8080 demo reward perf/step_s --last 100`\n\n"
         "`headrace metrics http://localhost:8080 demo tools/latency_s --reduce p95 --by-producer`"
     )(metrics)
+    app.command(
+        epilog="Examples:\n\n`headrace ledger http://localhost:8080 demo`\n\n"
+        "`headrace ledger http://localhost:8080 demo --group 0.17.1.1`\n\n"
+        "`headrace ledger http://localhost:8080 demo --step 40`"
+    )(ledger)
     app.add_typer(runs, name="runs")
 
 
@@ -116,6 +121,37 @@ def metrics(
             attempt=attempt,
             by_producer=by_producer,
         ),
+        as_json=as_json,
+        token_file=token_file,
+        console=tables.console(),
+    )
+
+
+def ledger(
+    url: Url,
+    run: RunName,
+    group: Annotated[
+        str | None, typer.Option(metavar="ID", help="The way of one group, with its times.")
+    ] = None,
+    row: Annotated[
+        int | None, typer.Option(metavar="N", help="What became of a row of the dataset.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="The groups that an optimizer step trained.")
+    ] = None,
+    as_json: AsJson = False,
+    token_file: TokenFile = None,
+) -> None:
+    """Say where every group of a run is: trained, dropped and why, given up, or in flight.
+
+    dispatched = trained + rolled back + dropped + given up + in flight, or it says so.
+    """
+    from services.launcher import ledger_command, tables
+
+    ledger_command.show(
+        url,
+        run=run,
+        view=ledger_command.view(group=group, row=row, step=step),
         as_json=as_json,
         token_file=token_file,
         console=tables.console(),

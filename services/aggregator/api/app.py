@@ -14,6 +14,7 @@ from services.aggregator.api import (
     docs,
     export,
     histories,
+    ledger,
     metrics,
     parameters,
     problems,
@@ -55,6 +56,8 @@ def create_app(
     checks = [*needs_token, Depends(parameters.refuse_unknown)]
     for part in (runs, metrics, histories, export, stream, verdict):
         app.include_router(part.router(backend), dependencies=checks)
+    # After those of runs: groups/counts is no group.
+    app.include_router(ledger.router(backend, clock=clock), dependencies=checks)
     names = Names(backend.catalogue)
     # Prometheus and Grafana may send more parameters than we know.
     for shown in (prometheus, prometheus_query):

@@ -13,6 +13,7 @@ from services.aggregator.intake import Intake
 from services.aggregator.metric import Catalogue
 from services.aggregator.retention import FOREVER_S
 from services.aggregator.store import Store
+from services.common.config import Ledger
 
 T = TypeVar("T")
 
@@ -27,6 +28,8 @@ class Backend:
     """One thread: the store has one writer."""
     keep_s: float = FOREVER_S
     """How long a run is kept after it was last heard of, where it says nothing itself."""
+    stuck_after_s: float = Ledger().stuck_after_s
+    """Groups in flight for longer are named."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server is to end: what would go on for ever ends too."""
     intake: Intake = field(default_factory=Intake)

@@ -38,7 +38,7 @@ PERF = (
     ),
     observed("perf/optimizer_s", T, "s", "Of a step: the optimizer, of this very step."),
     observed("perf/data_s", T, "s", "Of a step: planning, packing, moving to the device."),
-    observed("perf/checkpoint_s", T, "s", "Of a step: held by a checkpoint.", since=DELIVERY),
+    observed("perf/checkpoint_s", T, "s", "Of a step: held by a checkpoint."),
     observed("perf/eval_s", T, "s", "Of a step: held by an evaluation."),
     observed(
         "perf/rank_fwd_bwd_s",

@@ -14,7 +14,10 @@ from services.aggregator.ingest import Ingest
 from services.aggregator.store import Store
 from tests.services.aggregator import postgres
 
-BOTH_DATABASES = ("test_ingest", "test_history", "test_rollup", "test_changes")
+BOTH_DATABASES = (
+    *("test_ingest", "test_history", "test_rollup", "test_changes"),
+    *("test_archive", "test_ledger", "test_lineage"),
+)
 """Modules whose tests run once on each database: where the store itself is tested."""
 
 

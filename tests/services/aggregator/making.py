@@ -188,9 +188,10 @@ class Producer:
         return ingest.take(decode(self.request(deltas, **placed)), now_s=now_s)
 
 
-def event(group_id: str, state: str, **fields: Any) -> wire.GroupEvent:
+def event(group_id: str, state: str, *, age_s: float = 1.0, **fields: Any) -> wire.GroupEvent:
+    """What happened `age_s` before it is sent."""
     number = wire.GroupState.Value(f"GROUP_STATE_{state.upper()}")
-    return wire.GroupEvent(group_id=group_id, state=number, at_s=999.0, **fields)
+    return wire.GroupEvent(group_id=group_id, state=number, at_s=1000.0 - age_s, **fields)
 
 
 NAN, INF = math.nan, math.inf

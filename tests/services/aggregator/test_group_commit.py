@@ -53,7 +53,7 @@ async def test_a_batch_that_cannot_be_committed_takes_no_others_along(
     with store.engine.begin() as connection:
         connection.execute(
             text(
-                "CREATE TRIGGER broken BEFORE INSERT ON group_events "
+                "CREATE TRIGGER broken BEFORE INSERT ON ledger_groups "
                 "BEGIN SELECT RAISE(ABORT, 'the disk broke'); END"
             )
         )

@@ -54,7 +54,9 @@ NAMES = {
     "start": (str(NOW_S - 60),),
     "end": (str(NOW_S),),
     "time": (str(NOW_S),),
-    "step": ("10",),
+    "step": ("10", 3),
+    "group": ("0.0.1.0",),
+    "row": (0,),
 }
 """By parameter, what is there."""
 
@@ -80,7 +82,7 @@ def fill(ingest: Ingest) -> None:
             ("perf/step_s", observed([0.5])),
         ]
         items += placed(deltas, step=step, attempt=1 + step // 6, age_s=10.0 * (8 - step))
-    events = [event(f"0.{row}.1.0", "trained") for row in range(3)]
+    events = [event(f"0.{row}.1.0", "trained", step=3) for row in range(3)]
     request = Producer("trainer-0", boot_id=f"boot-{next(boots)}").batch(items, events=events)
     ingest.take(decode(request), now_s=NOW_S)
 
@@ -108,14 +110,16 @@ def aim(case: Any, mode: GenerationMode) -> None:
     for place in places:
         for name, known in NAMES.items():
             drawn = place.get(name)
-            if isinstance(drawn, str):
+            if isinstance(drawn, str | int):
                 place[name] = _aimed(drawn, known)
             elif isinstance(drawn, list):
                 place[name] = [_aimed(each, known) for each in drawn]
 
 
-def _aimed(drawn: str, known: tuple[str, ...]) -> str:
-    return known[len(drawn) % len(known)] if len(drawn) % 8 != 7 else drawn
+def _aimed(drawn: str | int, known: tuple[str | int, ...]) -> str | int:
+    fitting = [each for each in known if type(each) is type(drawn)]
+    number = len(drawn) if isinstance(drawn, str) else drawn
+    return fitting[number % len(fitting)] if fitting and number % 8 != 7 else drawn
 
 
 def ask(operation: Any, mode: GenerationMode, ingest: Ingest) -> Counter[int]:

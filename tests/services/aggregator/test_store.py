@@ -33,7 +33,7 @@ def test_a_batch_that_fails_leaves_nothing_behind_and_can_be_sent_again(
     with store.engine.begin() as connection:
         connection.execute(
             text(
-                "CREATE TRIGGER broken BEFORE INSERT ON group_events "
+                "CREATE TRIGGER broken BEFORE INSERT ON ledger_groups "
                 "BEGIN SELECT RAISE(ABORT, 'the disk broke'); END"
             )
         )
@@ -55,7 +55,7 @@ def test_a_batch_that_fails_leaves_nothing_behind_and_can_be_sent_again(
         connection.execute(text("DROP TRIGGER broken"))
     assert not send()
     assert send()
-    assert rows(store)["group_events"] == 1
+    assert rows(store)["ledger_groups"] == 1
 
 
 def test_a_full_disk_fails_the_batch_and_a_disk_with_room_takes_it(
