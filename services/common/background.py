@@ -27,11 +27,16 @@ async def guarded(body: Coroutine[Any, Any, T], *background: Coroutine[Any, Any,
         await cancel(work, *tasks)
 
 
-async def unless(event: asyncio.Event, body: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `body`; or None, and `body` is cancelled, once `event` is set."""
+async def unless(
+    event: asyncio.Event, body: Coroutine[Any, Any, T], *, grace_s: float = 0.0
+) -> T | None:
+    """The result of `body`; or None, and `body` is cancelled, once `event` has been set for
+    `grace_s`."""
     work, signal = asyncio.create_task(body), asyncio.create_task(event.wait())
     try:
         await asyncio.wait({work, signal}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done() and grace_s:
+            await asyncio.wait({work}, timeout=grace_s)
         return work.result() if work.done() else None
     finally:
         await cancel(work, signal)

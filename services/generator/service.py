@@ -240,7 +240,8 @@ class Replica:
             for task in failed:
                 task.result()
             self._groups = {task for task in self._groups if not task.done()}
-            ready = serving.may_take_work
+            # The clock tells of a new attempt sooner than a broken stream is open again.
+            ready = serving.may_take_work and serving.attempt >= stage.clock.attempt
             await self._lifecycle.set_ready(ready)
             self._lifecycle.details.update(
                 served_version=str(serving.version),

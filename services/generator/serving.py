@@ -59,6 +59,8 @@ class Serving:
         """Loaded and labelled; 0 before the first."""
         self.proven = 0
         """The newest version whose canary has passed: results of newer tokens wait for it."""
+        self.attempt = 0
+        """That published the version served."""
         self._proven_changed = asyncio.Condition()
         self._paused_s = 0.0
 
@@ -70,9 +72,12 @@ class Serving:
 
     @property
     def may_take_work(self) -> bool:
-        """True when a version has been proven here and the replica is not too far behind."""
+        """True when a version has been proven here and the replica is not too far behind; nor
+        serves what an earlier attempt published: it may be of a dead line, where work is lost."""
         latest = self._client.latest
-        return self.proven > 0 and latest is not None and self.behind <= latest.max_staleness
+        if self.proven == 0 or latest is None or self.attempt < latest.attempt:
+            return False
+        return self.behind <= latest.max_staleness
 
     async def start(self, say: Callable[[str], None]) -> None:
         """Load the first version with the load-path proof. Raises LoadNotProven when the engine
@@ -169,7 +174,7 @@ class Serving:
         return path
 
     async def _serve(self, target: Announcement, path: Path, times: LoadTimes, gap: float) -> None:
-        self.version = target.version
+        self.version, self.attempt = target.version, target.attempt
         async with self._proven_changed:
             self.proven = target.version
             self._proven_changed.notify_all()

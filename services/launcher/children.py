@@ -4,7 +4,7 @@ behind.
 A child is `starting -> running -> dead -> (back-off) -> running ...` until it is told to stop. What
 its death means:
 
-- a child with `ends_run` (the trainer): status 0 and the run is over, any other and it fails;
+- a child with `ends_run` (the trainer) and status 0: the run is over;
 - status 2: the user's mistake; the run ends with that child's own `error: …` line;
 - status 75: a newer attempt has taken over; the run fails, nothing is restarted;
 - anything else: restarted, at most `RestartPolicy.most` times in `window_s`, or in a row without
@@ -227,14 +227,6 @@ class Supervisor:
             self.over.set_exception(RunFailed(f"{name} was replaced: {why}; log: {log}"))
         elif child.spec.ends_run and status == 0:
             self.over.set_result(None)
-        elif child.spec.ends_run:
-            why = logtail.last_error(log, since_byte=since) or "its log is empty"
-            self.over.set_exception(
-                RunFailed(
-                    f"{name} {how_it_ended(status)}: {why}; log: {log}; "
-                    "resuming a run is not built yet: start over with --fresh"
-                )
-            )
 
     def _pause_s(self, child: Child) -> float:
         """Seconds until the next start. Raises RunFailed when it has died too often."""

@@ -1,12 +1,13 @@
 """The folder of a run: what is where, whether it may be started, and who holds it.
 
-recipe.toml           the recipe as resolved at the start
+recipe.toml           the recipe as resolved at the last start
 logs/NAME.log         stdout and stderr of each process
 ports/NAME.json       the ports that each process took
 queue/                the embedded queue server's data
 checkpoints/          the trainer's
 trainer.json          the trainer's account of the run, written at its end
 summary.json          the whole run's, written by the launcher
+launches.json         what its launches have cost so far
 """
 
 import fcntl
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.common import config
+from services.common.config import Recipe
 from services.common.errors import UserError
 
 
@@ -60,6 +63,15 @@ class RunFolder:
         """The ports of one process."""
         return self.path / "ports" / f"{name}.json"
 
+    @property
+    def launches(self) -> Path:
+        """What all launches have cost so far."""
+        return self.path / "launches.json"
+
+    def kept_recipe(self) -> Recipe | None:
+        """The recipe of the last start; None where there was none. Raises UserError."""
+        return config.load(self.recipe, environ={}) if self.recipe.exists() else None
+
     def complete(self) -> bool:
         """Whether a run has ended here."""
         try:
@@ -70,20 +82,19 @@ class RunFolder:
 
 
 def claim(folder: RunFolder, *, fresh: bool) -> int:
-    """Make the folder of a new run and hold it; the descriptor of the hold, freed with the process.
+    """Make the folder of a run, or take that of a run which was stopped, and hold it; the
+    descriptor of the hold, freed with the process.
 
     With `fresh` the folder of an earlier run is moved aside to the first free of NAME.1, NAME.2, …
-    Raises UserError when a launcher holds it, or when an earlier run is there and `fresh` is not
-    given.
+    Raises UserError when a launcher holds it.
     """
     path = folder.path
     if path.exists():
-        os.close(_hold(path))
+        hold = _hold(path)
         if not fresh:
-            raise UserError(
-                f"{path}: an earlier run of this name stopped before its end; "
-                "resuming a stopped run is not built yet; start over with --fresh"
-            )
+            folder.logs.mkdir(exist_ok=True)
+            return hold
+        os.close(hold)
         number = 1
         while (aside := path.with_name(f"{path.name}.{number}")).exists():
             number += 1

@@ -1,5 +1,5 @@
 """`headrace run`: everything on one machine, from the recipe to the summary, and nothing left
-behind.
+behind. A run that was stopped or killed goes on where it was.
 
     check -> claim the folder -> model -> queue -> services -> watch -> stop -> summary
 
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import httpx
 from rich.console import Console
 
-from services.common import config
+from services.common import config, experiment
 from services.common.config import Recipe
 from services.common.errors import UserError
 from services.common.grpc_kit import read_token
@@ -27,6 +27,7 @@ from services.launcher import (
     checks,
     embedded_queue,
     folder,
+    launches,
     plan,
     ports,
     summary,
@@ -53,6 +54,9 @@ LAST_GRACE_S = 5.0
 LOOK_EVERY_S = 1.0
 """Pause between two looks at the run."""
 
+WRITE_COST_EVERY_S = 10.0
+"""A launcher that is killed takes no more of its account with it."""
+
 ANSWER_WITHIN_S = 30.0
 """How long the embedded queue server and, where it is asked to forget a run, the aggregator may
 take to answer.
@@ -68,6 +72,8 @@ class _Start:
     model: Path
     fresh: bool
     began_s: float
+    earlier: launches.Cost
+    """What launches before this one have cost."""
     argv_of: plan.ServiceArgv
 
 
@@ -79,7 +85,8 @@ def run(
     console: Console,
     argv_of: plan.ServiceArgv = plan.python_module,
 ) -> int:
-    """Run a recipe to its end; the exit status: 0, or 130 when a signal ended it.
+    """Run a recipe to its end, from its beginning or from where an earlier launch was ended; the
+    exit status: 0, or 130 when a signal ended it.
 
     `argv_of` says how a service is started. Raises UserError for a user's mistake, before anything
     is started where it can be seen then, and RunFailed when the run cannot go on; in every case no
@@ -88,7 +95,10 @@ def run(
     began_s = time.monotonic()
     recipe = config.load(recipe_path, overrides=overrides)
     place = RunFolder(recipe.run_folder)
-    if place.complete() and not fresh:
+    before = None if fresh else place.kept_recipe()
+    if before is not None:
+        experiment.check_same(experiment.plain(before), recipe, place=place.path)
+    if not fresh and place.complete() and (before is None or _as_long(before, recipe)):
         console.print(
             f"run {recipe.run} is complete: see {place.summary}; --fresh starts it over",
             markup=False,
@@ -99,16 +109,21 @@ def run(
     checks.check_recipe(recipe)
     embedded_queue.check(recipe.queue.url)
     ports.check_http_port(recipe)
-    if not fresh:
+    if not fresh and before is None:
         _check_no_such_run(recipe)
     hold = folder.claim(place, fresh=fresh)
     try:
         if fresh and recipe.queue.url is not None:
             # Only now: with the folder held, no launcher is at work on these keys.
             embedded_queue.delete_keys(recipe.queue.url, run=recipe.run)
+        if before is not None:
+            console.print(f"run {recipe.run} goes on", markup=False, highlight=False)
         model = resolve_model(recipe.model.path, console=console)
+        # A longer run than the one that is complete is not, from here on.
+        place.summary.unlink(missing_ok=True)
         _write_recipe(recipe, place)
-        start = _Start(recipe, place, model, fresh, began_s, argv_of)
+        earlier = launches.read(place.launches)
+        start = _Start(recipe, place, model, fresh, began_s, earlier, argv_of)
         return asyncio.run(_River(start, console).flow())
     except KeyboardInterrupt:
         return INTERRUPTED_STATUS
@@ -126,6 +141,12 @@ def resolve_model(path: str, *, console: Console) -> Path:
         return tiny_model.resolve(
             path, progress=lambda done, text: status.update(f"{path}  {percent(done)}  {text}")
         )
+
+
+def _as_long(before: Recipe, now: Recipe) -> bool:
+    """Whether two recipes end at the same step."""
+    ends = [(each.trainer.max_steps, each.data.epochs) for each in (before, now)]
+    return ends[0] == ends[1]
 
 
 def _check_no_such_run(recipe: Recipe) -> None:
@@ -173,9 +194,16 @@ class _River:
                 await supervisor.stop(plan.WORKERS, grace_s=GRACE_S)
                 return INTERRUPTED_STATUS
             finally:
+                launches.write(self._cost(supervisor), self._start.folder.launches)
                 await metrics.close()
                 for tier in (plan.WORKERS, plan.AGGREGATOR, plan.QUEUE):
                     await supervisor.stop(tier, grace_s=LAST_GRACE_S)
+
+    def _cost(self, supervisor: Supervisor) -> launches.Cost:
+        """Of all launches up to now."""
+        restarts = {name: child.restarts for name, child in supervisor.children.items()}
+        wall_s = time.monotonic() - self._start.began_s
+        return self._start.earlier + launches.Cost(wall_s, restarts)
 
     def _on_signal(self, supervisor: Supervisor) -> None:
         """The first one drains; once the run is over, for that or another reason, it kills."""
@@ -250,9 +278,13 @@ class _River:
             page=self._addresses.page,
             host=self._addresses.host,
         )
+        written_s = 0.0
         try:
             with view.choose(self._console) as shown:
                 while not supervisor.over.done():
+                    if time.monotonic() - written_s > WRITE_COST_EVERY_S:
+                        written_s = time.monotonic()
+                        launches.write(self._cost(supervisor), self._start.folder.launches)
                     picture = await self._unless_over(supervisor, observer.look())
                     if picture is not None:
                         shown.show(picture)
@@ -270,14 +302,14 @@ class _River:
         self, report: dict[str, Any], supervisor: Supervisor, metrics: MetricsClient
     ) -> None:
         """Write the summary and show it; the aggregator still answers, and has everything."""
-        start = self._start
+        start, cost = self._start, self._cost(supervisor)
         try:
             composed = await summary.compose(
                 report,
                 metrics,
                 run=start.recipe.run,
-                wall_s=time.monotonic() - start.began_s,
-                restarts={name: child.restarts for name, child in supervisor.children.items()},
+                wall_s=cost.wall_s,
+                restarts=cost.restarts,
             )
         except httpx.HTTPError as error:
             raise RunFailed(

@@ -41,7 +41,7 @@ class AdmittedGroup:
     """At least one; sequences without a trained token are left out."""
     zero_signal: bool
     staleness: int
-    """Versions between the group's oldest token and the current one."""
+    """Publishes of the line between the group's oldest token and now."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,19 @@ class Policy:
     max_staleness: int
     vocab_size: int
     """Of the model: larger token ids are of another one."""
+    publishes_of: Mapping[int, int] | None = None
+    """The place of each of these versions in the line, where numbers alone do not tell it: numbers
+    of dead lines are no step forward, and weights published again after a restore are none."""
+
+    def staleness(self, version: int) -> int:
+        """Publishes of the line since `version`."""
+        if self.publishes_of is None:
+            return self.version - version
+        return self.publishes_of[self.version] - self.publishes_of[version]
 
 
 def admit(data: bytes, *, group_id: str, policy: Policy) -> AdmittedGroup:
-    """Parse, check and admit one group. Raises Poison, or Refused with `stale` or
+    """Parse, check and admit one group. Raises Poison, or Refused with `stale`, `dead_lineage` or
     `no_trained_tokens`.
 
     Example: at version 5 with max_staleness 4, groups whose oldest tokens are of versions 5, 4 and
@@ -71,16 +80,9 @@ def admit(data: bytes, *, group_id: str, policy: Policy) -> AdmittedGroup:
         raise Poison(f"not a ScoredGroup: {error}") from None
     if group.group_id != group_id:
         raise Poison(f"the entry is of group {group_id!r}, its bytes of {group.group_id!r}")
-    unknown = {v for v in (group.oldest_version, group.newest_version) if v not in policy.step_of}
-    if unknown:
-        raise Poison(
-            f"made with versions that were never published in this line: {sorted(unknown)}"
-        )
-    staleness = policy.version - group.oldest_version
-    if staleness < 0:
-        raise Poison(
-            f"made with version {group.oldest_version}, ahead of the current {policy.version}"
-        )
+    spans = {span.version for sample in group.samples for span in sample.sequence.spans}
+    _check_line({group.oldest_version, group.newest_version} | spans, policy)
+    staleness = policy.staleness(group.oldest_version)
     parsed = [_sample(sample, policy) for sample in group.samples]
     samples = tuple(sample for sample in parsed if sample is not None)
     if staleness > policy.max_staleness:
@@ -88,6 +90,17 @@ def admit(data: bytes, *, group_id: str, policy: Policy) -> AdmittedGroup:
     if not samples:
         raise Refused("no_trained_tokens")
     return AdmittedGroup(group_id, samples, group.zero_signal, staleness)
+
+
+def _check_line(versions: set[int], policy: Policy) -> None:
+    """Raises Poison for a number that was never published, and Refused for weights that another
+    attempt published after the checkpoint that this line goes on from."""
+    strange = versions - policy.step_of.keys()
+    ahead = {version for version in versions if version > policy.version}
+    if never := ahead | strange & {0}:
+        raise Poison(f"made with versions that were never published: {sorted(never)}")
+    if strange:
+        raise Refused("dead_lineage")
 
 
 def _sample(sample: sample_pb2.Sample, policy: Policy) -> TrainSample | None:
@@ -125,10 +138,6 @@ def _lags(
     lags = np.full(mask.shape, -1, np.int16)
     lags[~mask] = 0
     for span in sequence.spans:
-        if span.version not in policy.step_of:
-            raise Poison(
-                f"a token of version {span.version}, which was never published in this line"
-            )
         part = slice(span.start, span.end)
         lag = min(policy.step - policy.step_of[span.version], MAX_LAG)
         lags[part] = np.where(mask[part], lag, 0)

@@ -25,6 +25,9 @@ from services.trainer.policy import MODEL_FILES
 from services.trainer.step import OptimizerStep, StepResult
 from services.trainer.types import TrainSample
 
+CPU_RANDOM, CUDA_RANDOM = "random.cpu", "random.cuda"
+"""Names of the random states among a checkpoint's tensors."""
+
 
 class Learner:
     """The policy being trained. Raises UserError for a model or device that cannot be used."""
@@ -71,6 +74,37 @@ class Learner:
     def finish(self) -> StepResult:
         """The optimizer's part of the step."""
         return self._step.finish()
+
+    @property
+    def num_applied(self) -> int:
+        """Optimizer steps applied, over all attempts."""
+        return self._step.num_applied
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """A copy, on the CPU, of all that a checkpoint needs: weights to full precision, moments,
+        the warm-up's count, the state of torch's random generators. Not within a step."""
+        tensors = self._step.tensors() | {CPU_RANDOM: torch.get_rng_state()}
+        if self._device.type == "cuda":
+            tensors[CUDA_RANDOM] = torch.cuda.get_rng_state(self._device)
+        return {
+            name: tensor.detach().to("cpu", copy=True).contiguous()
+            for name, tensor in tensors.items()
+        }
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take over what `snapshot()` gave. Raises UserError when it is of another model."""
+        state = dict(tensors)
+        torch.set_rng_state(state.pop(CPU_RANDOM))
+        cuda_random = state.pop(CUDA_RANDOM, None)
+        if cuda_random is not None and self._device.type == "cuda":
+            torch.cuda.set_rng_state(cuda_random, self._device)
+        try:
+            self._step.load_tensors(state)
+        except ValueError as error:
+            raise UserError(
+                f"the checkpoint does not fit model.path {self.folder}: {error}; start over with "
+                "--fresh"
+            ) from error
 
     def write_weights(self, path: Path) -> int:
         """Write the weights as published to a safetensors file; the number of tensors.

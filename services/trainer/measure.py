@@ -1,12 +1,13 @@
 """What the trainer records about a step, from plain values; the traps of each key are in the
 catalogue."""
 
+import copy
 import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class StepTimes:
 
 @dataclass
 class Totals:
-    """Over the whole run, for the report at its end."""
+    """Over the whole run and the surviving line of its attempts, for the report at its end."""
 
     steps: int = 0
     """Counted by the run itself, as steps end."""
@@ -92,6 +93,17 @@ class Totals:
             self.samples_of_step.append(samples)
             for part in (*BUDGET, "unaccounted_s"):
                 self.parts[part].append(getattr(times, part) or 0.0)
+
+    def state(self) -> dict[str, Any]:
+        """As JSON holds it; `of_state` reads it."""
+        return copy.deepcopy(vars(self) | {"parts": dict(self.parts)})
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Self:
+        """The totals of a checkpoint, to go on with."""
+        totals = cls(**state)
+        totals.parts = defaultdict(list, totals.parts)
+        return totals
 
     def summary(self) -> dict[str, Any]:
         """Medians over the steps after the first; rates over their whole time."""

@@ -6,6 +6,7 @@ still want them.
 """
 
 import asyncio
+import fcntl
 import hashlib
 import os
 import time
@@ -25,9 +26,14 @@ from services.common import canary, grpc_kit
 from services.common.errors import UserError
 from services.common.memory_folder import MemoryFolder
 from services.common.recorder import Recorder
+from services.trainer.attempts import sync_folder
+from services.trainer.line import VersionLine
 
 CHUNK_BYTES = 1 << 20
 """One piece of a file on the wire."""
+
+NUMBER_BYTES = 21
+"""Of the file with the last version's number, newline included."""
 
 MODEL_FILES = (
     "config.json",
@@ -71,11 +77,18 @@ class PolicyStore:
     thread.
 
     The last number used is kept in `checkpoints/last_version`, durable before a version is
-    announced, so that no number is ever used twice.
+    announced, so that no number is ever used twice. `line` are the versions that the weights come
+    from, of earlier attempts too.
     """
 
     def __init__(
-        self, *, checkpoints: Path, attempt: int, vocab_size: int, max_staleness: int
+        self,
+        *,
+        checkpoints: Path,
+        attempt: int,
+        vocab_size: int,
+        max_staleness: int,
+        line: VersionLine | None = None,
     ) -> None:
         self._memory = MemoryFolder("policy")
         self._folder = self._memory.path
@@ -83,15 +96,19 @@ class PolicyStore:
         self._attempt, self._max_staleness = attempt, max_staleness
         self.canary_rows = canary.rows(vocab_size)
         self._kept: dict[int, Published] = {}
-        self.step_of: dict[int, int] = {}
+        self.line = VersionLine() if line is None else line
         self.current: Published | None = None
-        self.published = 0
         self._changed = asyncio.Condition()
 
     @property
     def version(self) -> int:
-        """The current version's number; 0 before the first."""
+        """The current version's number; 0 before the first of this attempt."""
         return 0 if self.current is None else self.current.version
+
+    @property
+    def step_of(self) -> dict[int, int]:
+        """Optimizer steps applied behind each version of the line."""
+        return self.line.step_of
 
     def close(self) -> None:
         """Remove the files."""
@@ -109,12 +126,23 @@ class PolicyStore:
         dtype: str,
         canary_logprobs: "np.ndarray[Any, Any]",
         perturbed_logprobs: "np.ndarray[Any, Any] | None",
+        again: int | None = None,
     ) -> Published:
-        """Number, keep and announce what was written to `next_path()`."""
-        version = self._claim_number()
+        """Number, keep and announce what was written to `next_path()`.
+
+        Weights of as many steps as the line's last version are the same ones, restored: they get
+        a number of their own and stay at its place. With `again` they keep that number instead: a
+        run that is over is served, nothing new is published.
+        """
+        digest = await asyncio.to_thread(_sha256, self.next_path())
+        before = self.line.current
+        same = before in self.line and self.line[before].step == step
+        if same and self.line[before].sha256 != digest:
+            structlog.get_logger().error("restored weights are not those of version", was=before)
+            same = False
+        version = self._claim_number() if again is None else again
         path = self._folder / f"{version}.safetensors"
         self.next_path().rename(path)
-        digest = await asyncio.to_thread(_sha256, path)
         published = Published(
             version=version,
             attempt=self._attempt,
@@ -127,15 +155,17 @@ class PolicyStore:
             perturbed_logprobs=perturbed_logprobs,
         )
         self._kept[version] = published
-        self.step_of[version] = step
-        self.published += 1
+        if again is None:
+            self.line.add(version, step=step, sha256=digest, same_weights=same)
         # The one before always stays: the torch thread may be about to read it for a late joiner.
         for old in [v for v in self._kept if v < version - max(1, self._max_staleness)]:
             self._kept.pop(old).path.unlink(missing_ok=True)
         async with self._changed:
             self.current = published
             self._changed.notify_all()
-        structlog.get_logger().info("published", version=version, step=step)
+        structlog.get_logger().info(
+            "published", version=version, step=step, same_as=before if same else None
+        )
         return published
 
     async def add_perturbed(self, version: int, logprobs: "np.ndarray[Any, Any]") -> None:
@@ -186,19 +216,19 @@ class PolicyStore:
         )
 
     def _claim_number(self) -> int:
-        last = int(self._last.read_text()) if self._last.exists() else 0
-        fresh = self._last.with_suffix(".tmp")
-        with fresh.open("w") as file:
-            file.write(str(last + 1))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(self._last)
-        folder = os.open(self._last.parent, os.O_RDONLY)
+        """The next number, durably. It is written in place: a full disk has room for that."""
+        descriptor = os.open(self._last, os.O_CREAT | os.O_RDWR, 0o644)
         try:
-            os.fsync(folder)  # the rename, too
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # a trainer that was replaced may still publish
+            text = os.pread(descriptor, NUMBER_BYTES, 0)
+            number = int(text or b"0") + 1
+            os.pwrite(descriptor, b"%0*d\n" % (NUMBER_BYTES - 1, number), 0)
+            os.fsync(descriptor)
         finally:
-            os.close(folder)
-        return last + 1
+            os.close(descriptor)
+        if number == 1:
+            sync_folder(self._last.parent)
+        return number
 
 
 class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[misc]

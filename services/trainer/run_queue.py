@@ -2,16 +2,19 @@
 
 The trainer alone starts attempts, frees places, and declares a group trained or dropped. Everything
 here is fenced: once a newer attempt has started, the next call raises Fenced and this trainer
-writes nothing more.
+writes nothing more. A server that has lost its data, or went back to older ones, is told again
+which attempt this is; what becomes of the groups is then seen by comparing (see comparison.py).
 """
 
 import asyncio
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import structlog
 
 from services.common.config import Queue
 from services.common.errors import Fenced, UserError
@@ -58,12 +61,16 @@ class RunQueue:
     def __init__(self, client: QueueClient) -> None:
         self._client, self._keys = client, client.keys
         self.attempt = 0
+        self._recipe = ""
         self._started_s = -math.inf
         self._step = 0
+        self.forgotten = 0
+        """How often the server had lost this attempt, and with it what was dispatched."""
         self._settling = asyncio.Lock()
         streams = (self._keys.samples, self._keys.evals)
         self._taken: dict[str, set[str]] = {key: set() for key in streams}
-        self._looked_back = dict.fromkeys(streams, client.reconnects)
+        self._gone: set[str] = set()
+        self._looked_back: dict[str, int | None] = dict.fromkeys(streams)
 
     @property
     def consumer(self) -> str:
@@ -72,37 +79,58 @@ class RunQueue:
 
     @property
     def reconnects(self) -> int:
-        """How often the server was away and came back."""
-        return self._client.reconnects
+        """How often the server was away and came back, or lost its data."""
+        return self._client.reconnects + self.forgotten
 
-    async def start(self, *, floor: int, recipe: str) -> tuple[int, dict[str, str]]:
-        """Begin an attempt, at least `floor`: its number, and the groups outstanding with their
-        places.
+    async def start(
+        self,
+        *,
+        floor: int,
+        recipe: str,
+        step: int = 0,
+        mode: Literal["", "first", "again"] = "",
+    ) -> tuple[int, dict[str, str]]:
+        """Begin an attempt, at least `floor`, with `step` open: its number, and the groups
+        outstanding with their places.
 
-        Raises UserError when the run is over, or was started with another recipe.
+        Raises UserError when the run was started with another recipe, is over (unless `mode` is
+        "again"), or is there at all while `mode` is "first".
         """
         keys = [self._keys.clock, self._keys.samples, self._keys.outstanding]
-        attempt, state, before, places = await self._client.script("start", keys, [floor, recipe])
-        if state == "done":
+        keys += [self._keys.eval_requests, self._keys.eval_groups, self._keys.evals]
+        attempt, state, before, places, word = await self._client.script(
+            "start", keys, [floor, recipe, step, mode]
+        )
+        if word == "refused":
+            if before and before != recipe:
+                raise UserError(
+                    f"run {self._keys.run} exists in the queue with another recipe (model, data, "
+                    "sampling, rewards, loss or seeds differ); choose another run name, or start "
+                    "over with --fresh"
+                )
+            done = "is complete in the queue" if state == "done" else "has begun in the queue"
             raise UserError(
-                f"run {self._keys.run} is complete in the queue; start over with --fresh"
+                f"run {self._keys.run} {done}, and its checkpoints are not here; give the folder "
+                "that has them, choose another run name, or start over with --fresh"
             )
-        if before and before != recipe:
-            raise UserError(
-                f"run {self._keys.run} exists in the queue with another recipe (model, data, "
-                "sampling, rewards, loss or seeds differ); choose another run name, or start over "
-                "with --fresh"
-            )
-        self.attempt = int(attempt)
+        self.attempt, self._recipe, self._step = int(attempt), recipe, step
         self._started_s = time.monotonic()
         return self.attempt, dict(zip(places[::2], places[1::2], strict=True))
+
+    async def check(self) -> None:
+        """Look after what nothing else would find: raise Fenced when a newer attempt has begun;
+        tell a server that has forgotten this one; have the entries that a replaced trainer read
+        after this attempt began."""
+        keys = [self._keys.clock, self._keys.samples]
+        if await self._call("reclaim", keys, [self.attempt]) != "0":
+            self._looked_back[self._keys.samples] = None
 
     async def dispatch(self, group_id: str, data: bytes, *, evaluation: bool = False) -> None:
         """Put a request into the run; a repeated call changes nothing."""
         stream = self._keys.eval_requests if evaluation else self._keys.requests
         keys = [self._keys.clock, self._keys.outstanding, stream]
         arguments = [self.attempt, group_id, data, "0" if evaluation else "1"]
-        self._fence(await self._client.script("dispatch", keys, arguments))
+        await self._call("dispatch", keys, arguments)
 
     async def take(
         self, limit: int, *, evaluation: bool = False, wait: bool = True
@@ -119,7 +147,9 @@ class RunQueue:
             )
         if not entries:
             return []
-        self._taken[key].update(entry_id.decode() for entry_id, _ in entries)
+        found = {entry_id.decode() for entry_id, _ in entries}
+        self._taken[key].update(found)
+        self._gone -= found
         now_s, micros = await self._client.call(self._client.raw.time)
         now_ms = now_s * 1000 + micros // 1000
         longest_s = time.monotonic() - self._started_s + CLOCK_TOLERANCE_S
@@ -135,8 +165,9 @@ class RunQueue:
         ]
 
     async def _look_back(self, key: str, limit: int) -> list[Any]:
-        """After an outage: entries whose delivery was lost with the server's reply. They are this
-        trainer's, and no read of new ones would ever bring them again."""
+        """At the start, and after an outage: entries that were pending for the attempt before, or
+        whose delivery was lost with the server's reply. They are this trainer's, and no read of new
+        ones would ever bring them again."""
         reconnects = self._client.reconnects
         if self._looked_back[key] == reconnects:
             return []
@@ -161,15 +192,19 @@ class RunQueue:
         Raises Fenced, or QueueLost when an entry that was held is gone.
         """
         keys = [self._keys.clock, self._keys.samples, self._keys.outstanding]
-        flat = [text for pair in pairs for text in pair]
         # One at a time: the server knows only the last call, so one whose reply was lost would,
         # when repeated after another, miss the entries that it has removed itself.
         async with self._settling:
             self._step = max(self._step, step)
-            answer = await self._client.script(
-                "settle", keys, [self.attempt, self._step, uuid.uuid4().hex, *flat]
-            )
-        self._fence(answer)
+            call = uuid.uuid4().hex
+
+            def arguments() -> list[Any]:
+                # What the server lost with all its data is no surprise: memory has the groups.
+                named = [("" if entry in self._gone else entry, group) for entry, group in pairs]
+                return [self.attempt, self._step, call, *(text for pair in named for text in pair)]
+
+            answer = await self._call("settle", keys, arguments)
+        self._gone.difference_update(entry for entry, _ in pairs)
         self._taken[self._keys.samples].difference_update(entry for entry, _ in pairs)
         if answer == "lost":
             raise QueueLost(
@@ -199,7 +234,7 @@ class RunQueue:
             settings.dead_max_entries,
             settings.dead_max_bytes,
         ]
-        self._fence(await self._client.script("bury", keys, arguments))
+        await self._call("bury", keys, arguments)
 
     async def outstanding(self) -> dict[str, str]:
         """All groups between dispatch and settlement, with their places."""
@@ -209,7 +244,7 @@ class RunQueue:
     async def finish(self) -> None:
         """Declare the run done and empty its streams."""
         keys = [self._keys.clock, self._keys.outstanding, *self._keys.streams]
-        self._fence(await self._client.script("finish", keys, [self.attempt]))
+        await self._call("finish", keys, [self.attempt])
 
     async def gauge(self) -> dict[str, Fill]:
         """How full each stream is, read in one script."""
@@ -221,6 +256,29 @@ class RunQueue:
             )
             for name, (waiting, held, age_ms) in zip(GAUGED, answer, strict=True)
         }
+
+    async def _call(
+        self, script: str, keys: Sequence[str], arguments: Sequence[Any] | Callable[[], list[Any]]
+    ) -> str:
+        """Run a trainer's script; again once the server has been told what it had forgotten."""
+        while True:
+            values = arguments() if callable(arguments) else arguments
+            answer = str(await self._client.script(script, keys, values))
+            self._fence(answer)
+            if answer != "forgotten":
+                return answer
+            await self._remember()
+
+    async def _remember(self) -> None:
+        """Have a server that lost its data, or went back, know this attempt."""
+        self.forgotten += 1
+        structlog.get_logger().error(
+            "the queue server has lost its data, or went back to older ones", attempt=self.attempt
+        )
+        self._gone |= self._taken[self._keys.samples]
+        await self._client.call(self._client.create_groups)
+        arguments = [self.attempt, self._recipe, self._step]
+        self._fence(str(await self._client.script("remember", [self._keys.clock], arguments)))
 
     def _fence(self, answer: str) -> None:
         if answer == "fenced":

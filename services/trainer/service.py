@@ -4,11 +4,13 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import structlog
 from headrace.v1 import policy_pb2_grpc
 
 from services.common import grpc_kit, queue
 from services.common.background import unless
 from services.common.command import Invocation
+from services.common.errors import Fenced
 from services.common.lifecycle import Lifecycle, announce
 from services.common.recorder import Recorder
 from services.trainer.policy import PolicyServicer
@@ -22,8 +24,8 @@ GRPC_GRACE_S = 1.0
 async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     """Run the trainer to the end of its run, or until SIGTERM.
 
-    With `trainer.exit_when_done` it returns at the end of the run; else it stays up and says
-    `complete`.
+    With `trainer.exit_when_done` it returns at the end of the run, and raises Fenced when a newer
+    trainer has taken over; else it stays up and says `complete`, or that it was replaced.
     """
     recipe = invocation.recipe
     recorder = Recorder(
@@ -60,7 +62,17 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
         training = Training(
             recipe, lifecycle, recorder, servicer, RunQueue(client), torch_thread, at_exit
         )
-        report = await training.run()
+        try:
+            report = await training.run()
+        except Fenced as error:
+            if recipe.trainer.exit_when_done:
+                raise
+            # A deployment would start it again: two trainers would replace each other for ever.
+            structlog.get_logger().error("replaced", why=str(error))
+            await lifecycle.set_ready(False)
+            lifecycle.enter("replaced by a newer trainer")
+            report = None
+            await lifecycle.stopping.wait()
         await client.close()
         if report is not None and not recipe.trainer.exit_when_done:
             await lifecycle.stopping.wait()

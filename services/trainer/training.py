@@ -1,4 +1,7 @@
-"""The run itself: dispatch, steps, versions, evaluations, from the first prompt to the report.
+"""The run itself: dispatch, steps, versions, evaluations, checkpoints, from where the last attempt
+left it to the report.
+
+    past -> attempt -> restored weights published -> adopt, dispatch, steps -> the end
 
 waits_for: scored groups in `samples`. unblocked_by: generators and scorers; a step never waits for
 itself, since groups outstanding always cover at least one step.
@@ -7,52 +10,47 @@ Torch runs on one thread of its own; this coroutine only waits for it.
 """
 
 import asyncio
-import json
-import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any
 
 import structlog
-from headrace.v1 import metrics_pb2
 
 from services.common.background import guarded, unless
 from services.common.config import Recipe
 from services.common.errors import UserError
 from services.common.lifecycle import Lifecycle
 from services.common.recorder import Recorder
-from services.trainer import dataset
-from services.trainer.dispatch import REASONS, Dispatcher
-from services.trainer.evaluation import Evaluation, evaluate, request_of
-from services.trainer.intake import AdmittedGroup, Poison, Policy, Refused, admit
+from services.trainer import dataset, past
+from services.trainer.attempts import Attempts
+from services.trainer.book import Book
+from services.trainer.checkpoint import Checkpoints
+from services.trainer.comparison import compare_for_ever
+from services.trainer.evaluation import evaluate, request_of
+from services.trainer.intake import AdmittedGroup, Policy
+from services.trainer.journal import Journal
 from services.trainer.learner import Learner
-from services.trainer.measure import (
-    StepTimes,
-    Totals,
-    drop_reasons,
-    record_drop,
-    record_dropped_samples,
-    record_queue,
-    record_step,
-)
+from services.trainer.measure import StepTimes, record_dropped_samples, record_queue, record_step
+from services.trainer.open_step import Intake
 from services.trainer.policy import PolicyServicer, PolicyStore
-from services.trainer.run_queue import Delivery, RunQueue
-from services.trainer.types import TrainSample
+from services.trainer.publishing import Publisher
+from services.trainer.report import report
+from services.trainer.resume import take_over
+from services.trainer.run_queue import RunQueue
+from services.trainer.saving import Saver
+from services.trainer.torch_thread import TorchThread
 
 GAUGE_EVERY_S = 1.0
 """How often the streams' fill is measured."""
 
-RECONCILE_EVERY_S = 60.0
-"""How often memory is compared with the queue's own list of outstanding groups."""
-
 SYNCED_WITHIN_S = 300.0
 """Longest wait for the generators to serve a version that is to be evaluated."""
 
-T = TypeVar("T")
+STEP_ENDS_WITHIN_S = 10.0
+"""What a step that is being computed gets to end, once the trainer is asked to stop; what it gets
+from whoever asks is mostly 15 or 30 s, and the checkpoint needs some of it."""
 
 
 class Training:
@@ -69,125 +67,149 @@ class Training:
         at_exit: ExitStack,
     ) -> None:
         self._recipe, self._lifecycle, self._record = recipe, lifecycle, recorder
-        self._servicer, self._queue, self._torch_thread = servicer, queue, torch_thread
+        self._servicer, self._queue, self._torch = servicer, queue, TorchThread(torch_thread)
         self._at_exit = at_exit
         self._rows = dataset.load(recipe)
-        self._totals = Totals()
-        self._evaluations: list[Evaluation] = []
-        self._room = asyncio.Event()
+        self._checkpoints = Checkpoints(
+            recipe.run_folder / "checkpoints", keep=recipe.checkpoint.keep
+        )
         self._dispatching: set[str] = set()
-        self._held: dict[str, Delivery] = {}
-        self._step = 0
-        self._applied = 0
-        self._started = datetime.now(UTC)
+        self._clean = True
+        """False while weights and book may not belong together."""
 
     async def run(self) -> dict[str, Any] | None:
-        """Train to the end; the report. None when asked to stop before: nothing is kept then, as
-        resuming is not built yet."""
+        """Train to the end; the report. None when asked to stop before: the next start goes on
+        from the checkpoint written then."""
         recipe = self._recipe
-        checkpoints = recipe.run_folder / "checkpoints"
+        known = past.know(recipe, self._checkpoints.folder)
+        self._lifecycle.enter("looking for a checkpoint")
+        self._past = await asyncio.to_thread(past.read, recipe, self._checkpoints, self._rows)
+        self._totals, self._evaluations = self._past.totals, self._past.evaluations
+        over = past.report_of(recipe)
+        if over is not None and self._past.dispatcher.remaining == 0:
+            return await self._stay_complete(over)
+        past.report_path(recipe).unlink(missing_ok=True)
+        await self._load()
+        places = await self._begin_attempt(known=known)
+        self._open_store(self._queue.attempt)
+        await self._resume(places)
+        whole = guarded(self._course(), self._gauge(), self._publisher.prove_late())
+        return await self._end() if await whole else None
+
+    async def _stay_complete(self, over: dict[str, Any]) -> dict[str, Any]:
+        """The run is over: nothing is trained, dispatched or published; what it came to is served
+        under its own version, by a trainer that stays up."""
+        if not self._recipe.trainer.exit_when_done and self._past.line.current:
+            await self._load()
+            self._open_store(self._past.last_attempt)
+            await self._publisher.publish(again=self._past.line.current)
+            await self._lifecycle.set_ready(True)
+            proving = asyncio.create_task(self._publisher.prove_late())
+            self._at_exit.callback(proving.cancel)
+        self._lifecycle.enter("complete")
+        return over
+
+    # -- the beginning
+
+    async def _load(self) -> None:
+        """The model, with the checkpoint's weights where there is one."""
         self._lifecycle.enter("loading the model")
-        learner = self._learner = await self._torch(Learner, recipe)
-        attempt = await self._begin_attempt(checkpoints)
-        self._record.set_clock(attempt=attempt, step=0)
+        self._learner = await self._torch(Learner, self._recipe)
+        if self._past.checkpoint is not None:
+            self._lifecycle.enter(f"restoring step {self._past.checkpoint.step}")
+            await self._torch(self._learner.restore, self._past.checkpoint.tensors)
+
+    async def _begin_attempt(self, *, known: bool) -> dict[str, str]:
+        """Fix the attempt, durably; the groups that the server holds."""
+        attempts, began = Attempts(self._checkpoints.folder), self._past.open_step
+        try:
+            attempt, places = await self._queue.start(
+                floor=attempts.highest() + 1,
+                recipe=self._recipe.identity(),
+                step=began,
+                mode="again" if known else "first",
+            )
+        except UserError:
+            if not known:
+                past.forget(self._checkpoints.folder)
+            raise
+        attempts.begin(attempt)
+        self._record.set_clock(attempt=attempt, step=began)
         self._lifecycle.details["attempt"] = str(attempt)
+        return places
+
+    def _open_store(self, attempt: int) -> None:
         self._store = PolicyStore(
-            checkpoints=checkpoints,
+            checkpoints=self._checkpoints.folder,
             attempt=attempt,
-            vocab_size=learner.vocab_size,
-            max_staleness=recipe.trainer.max_staleness,
+            vocab_size=self._learner.vocab_size,
+            max_staleness=self._recipe.trainer.max_staleness,
+            line=self._past.line,
         )
         self._at_exit.callback(self._store.close)  # after the run: the final version stays served
-        max_steps = recipe.trainer.max_steps
-        self._dispatcher = Dispatcher(
-            order=self._rows.order,
-            num_rows=len(self._rows.training),
-            attempt=attempt,
-            epochs=recipe.data.epochs,
-            max_groups=None if max_steps is None else max_steps * recipe.trainer.groups_per_step,
-            max_tries=recipe.queue.max_tries,
-            max_stale_tries=recipe.queue.max_stale_tries,
+        self._publisher = Publisher(
+            self._learner, self._store, self._servicer, self._torch, self._lifecycle
         )
-        self._servicer.open(self._store, learner.folder)
-        whole = guarded(self._course(), self._gauge(), self._prove_late())
-        if not await unless(self._lifecycle.stopping, whole):
-            return None
-        return await self._end()
+        self._servicer.open(self._store, self._learner.folder)
+
+    async def _resume(self, places: dict[str, str]) -> None:
+        """Go on with the book of the attempts before: say again how groups ended, adopt those on
+        the server."""
+        before, attempt = self._past, self._queue.attempt
+        before.dispatcher.attempt = attempt
+        journal = Journal(self._checkpoints.journal, moment=(attempt, self._totals.steps))
+        self._at_exit.callback(journal.close)
+        self._book = Book(before.dispatcher, journal, self._record)
+        self._book.say_again([*before.said, *before.ended])
+        unwanted = take_over(
+            self._book, places, versions=before.line.step_of.keys(), ended=before.ended
+        )
+        await self._queue.settle([("", group_id) for group_id in unwanted], step=before.open_step)
+        self._intake = Intake(self._recipe, self._queue, self._book, self._record, self._policy)
+        self._saver = Saver(
+            self._checkpoints,
+            self._book,
+            self._learner,
+            self._torch,
+            self._lifecycle,
+            last=None if before.checkpoint is None else before.checkpoint.moment,
+        )
+        if before.last_attempt:
+            structlog.get_logger().info(
+                "resumed",
+                attempt=attempt,
+                step=self._totals.steps,
+                adopted=len(self._book.outstanding),
+                rolled_back=sum(record.kind == "rolled_back" for record in before.ended),
+            )
+
+    # -- the course
 
     async def _course(self) -> bool:
-        """Everything between the first version and the end; True."""
-        await self._publish()
+        """Everything between the first version and the end; False when asked to stop before."""
+        await self._publisher.publish()
         await self._lifecycle.set_ready(True)
-        await self._evaluate("before")
-        await guarded(self._steps(), self._dispatch(), self._reconcile())
-        if self._store.step_of[self._store.version] != self._applied:
-            await self._publish()
-        await self._evaluate("after")
-        return True
-
-    async def _begin_attempt(self, checkpoints: Path) -> int:
-        attempts = checkpoints / "attempts"
-        attempts.mkdir(parents=True, exist_ok=True)
-        if any(attempts.iterdir()):
-            raise UserError(
-                f"run {self._recipe.run} was started before ({self._recipe.run_folder}); resuming "
-                "is not built yet: start over with --fresh, or choose another run name"
-            )
-        attempt, places = await self._queue.start(floor=1, recipe=self._recipe.identity())
-        if attempt > 1 or places:
-            raise UserError(
-                f"the queue holds an earlier attempt of run {self._recipe.run}; resuming is not "
-                "built yet: start over with --fresh, or choose another run name"
-            )
-        descriptor = os.open(attempts / str(attempt), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-        return attempt
-
-    async def _torch(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._torch_thread, lambda: function(*arguments)
+        if not self._evaluations and not await self._evaluate("before"):
+            return False
+        comparing = compare_for_ever(
+            self._queue, self._book, on_the_way=self._on_the_way, step=lambda: self._intake.number
         )
+        if not await guarded(self._steps(), self._dispatch(), comparing):
+            await self._save_at_stop()
+            return False
+        if self._publisher.steps_behind:
+            await self._publisher.publish()
+        await self._save()
+        await self._saver.finish()
+        return await self._evaluate("after")
 
-    # -- versions
-
-    async def _publish(self) -> None:
-        """Write and announce the present weights as the next version."""
-        learner, store = self._learner, self._store
-        path, rows = store.next_path(), store.canary_rows
-        with_proof = store.current is None or self._servicer.unproven
-
-        def write() -> tuple[int, Any, Any]:
-            num_tensors = learner.write_weights(path)
-            perturbed = learner.perturbed_logprobs(path, rows) if with_proof else None
-            return num_tensors, learner.canary_logprobs(rows), perturbed
-
-        num_tensors, canary, perturbed = await self._torch(write)
-        published = await store.publish(
-            step=self._applied,
-            num_tensors=num_tensors,
-            dtype=learner.dtype,
-            canary_logprobs=canary,
-            perturbed_logprobs=perturbed,
-        )
-        self._lifecycle.details["version"] = str(published.version)
-
-    async def _prove_late(self) -> None:
-        """Give generators that join between two versions what their load-path proof needs."""
-        while True:
-            await self._servicer.proof_wanted.wait()
-            self._servicer.proof_wanted.clear()
-            # Again, should a version without them have been published meanwhile.
-            while (current := self._store.current) and current.perturbed_logprobs is None:
-                rows = self._store.canary_rows
-                values = await self._torch(self._learner.perturbed_logprobs, current.path, rows)
-                await self._store.add_perturbed(current.version, values)
-
-    # -- evaluation
-
-    async def _evaluate(self, when: str) -> None:
+    async def _evaluate(self, when: str) -> bool:
+        """Evaluate the current version; False when asked to stop before it is done."""
         if not self._recipe.evaluation.enabled:
-            return
+            return True
+        return bool(await unless(self._lifecycle.stopping, self._evaluated(when)))
+
+    async def _evaluated(self, when: str) -> bool:
         begin_s, version = time.monotonic(), self._store.version
         self._lifecycle.enter(f"waiting for generators to serve version {version}")
         if not await self._servicer.wait_served(version, timeout_s=SYNCED_WITHIN_S):
@@ -208,19 +230,18 @@ class Training:
         structlog.get_logger().info(
             "evaluated", when=when, reward=found.reward, failed=found.failed
         )
-
-    # -- dispatch
+        return True
 
     async def _dispatch(self) -> None:
         """Keep as many groups outstanding as pacing allows."""
         bound = self._recipe.max_outstanding
         while True:
             ticket = None
-            if len(self._dispatcher.outstanding) < bound:
-                ticket = self._dispatcher.next_ticket()
+            if len(self._book.outstanding) < bound:
+                ticket = self._book.next_ticket()
             if ticket is None:
-                self._room.clear()
-                await self._room.wait()
+                self._book.room.clear()
+                await self._book.room.wait()
                 continue
             self._dispatching.add(ticket.group_id)
             row = self._rows.training[ticket.row]
@@ -229,122 +250,41 @@ class Training:
             )
             await self._queue.dispatch(ticket.group_id, request.SerializeToString())
             self._dispatching.discard(ticket.group_id)
-            self._event(ticket.group_id, metrics_pb2.GROUP_STATE_DISPATCHED)
+            self._book.dispatched(ticket.group_id, row_index=row.index)
 
     # -- steps
 
-    async def _steps(self) -> None:
-        """All optimizer steps."""
-        lifecycle, recipe = self._lifecycle, self._recipe
+    async def _steps(self) -> bool:
+        """All optimizer steps; False when asked to stop before the last."""
+        lifecycle, stopping = self._lifecycle, self._lifecycle.stopping
         previous_s: float | None = None
-        while self._dispatcher.remaining != 0:
-            self._step = self._totals.steps + 1
+        times = StepTimes()
+        while self._book.dispatcher.remaining != 0:
+            self._intake.number = self._totals.steps + 1
             lifecycle.details.update(
-                step=str(self._step), max_steps=str(recipe.trainer.max_steps or "")
+                step=str(self._intake.number), max_steps=str(self._recipe.trainer.max_steps or "")
             )
-            self._record.set_clock(attempt=self._queue.attempt, step=self._step)
+            self._record.set_clock(attempt=self._queue.attempt, step=self._intake.number)
             if previous_s is None:
-                await self._queue.settle([], step=self._step)
+                await self._queue.settle([], step=self._intake.number)
             lifecycle.enter("training")
-            times = StepTimes()
-            groups = await self._fill(times)
-            if groups:  # else all that was left has been given up
-                previous_s = await self._train(groups, times, previous_s)
+            groups = await unless(stopping, self._intake.fill(times))
+            if groups is None:
+                return False
+            if not groups:  # all that was left has been given up
+                continue
+            self._clean = False
+            step = self._train(groups, times, previous_s)
+            ended_s = await unless(stopping, step, grace_s=STEP_ENDS_WITHIN_S)
+            self._clean = ended_s is not None
+            if stopping.is_set():
+                return False
+            previous_s, times = ended_s, StepTimes()
+            if self._totals.steps % self._recipe.checkpoint.every_steps == 0:
+                times.checkpoint_s = await self._save_between()
         # What comes now is no part of the last step: its time has been recorded.
         self._record.set_clock(attempt=self._queue.attempt, step=self._totals.steps + 1)
-
-    async def _fill(self, times: StepTimes) -> list[AdmittedGroup]:
-        """Groups for the open step: as many as a step has, or as are left."""
-        groups: list[AdmittedGroup] = []
-        while True:
-            remaining = self._dispatcher.remaining
-            wanted = self._recipe.trainer.groups_per_step
-            if remaining is not None:
-                wanted = min(wanted, remaining)
-            if len(groups) >= wanted:
-                return groups
-            begin_s = time.monotonic()
-            deliveries = await self._queue.take(wanted - len(groups), wait=False)
-            times.data_s += time.monotonic() - begin_s
-            if not deliveries:
-                begin_s = time.monotonic()
-                deliveries = await self._queue.take(wanted - len(groups))
-                times.rollout_wait_s += time.monotonic() - begin_s
-            begin_s = time.monotonic()
-            # All are held before anything is awaited: what a settlement has taken out of the
-            # server's list must not look lost.
-            for delivery, mine in [(each, self._hold(each)) for each in deliveries]:
-                if not mine:
-                    await self._discard(delivery)
-                elif group := await self._admit(delivery):
-                    groups.append(group)
-            times.data_s += time.monotonic() - begin_s
-
-    def _hold(self, delivery: Delivery) -> bool:
-        """Whether the group is waited for, and this is its first entry."""
-        if delivery.group_id not in self._dispatcher.outstanding:
-            return False
-        return self._held.setdefault(delivery.group_id, delivery) is delivery
-
-    async def _discard(self, delivery: Delivery) -> None:
-        """Remove an entry that no group waits for: of one declared lost that came after all, a
-        second one, a stranger's."""
-        group_id = delivery.group_id
-        structlog.get_logger().warning("an entry that nobody waits for", group=group_id)
-        self._record.count("queue/redelivered_total")
-        if not group_id:
-            self._record.count("queue/dead_total")
-            await self._queue.bury(delivery, reason="no group id", settings=self._recipe.queue)
-        settled = "" if group_id in self._dispatcher.outstanding else group_id
-        await self._queue.settle([(delivery.entry_id, settled)], step=self._step)
-
-    async def _admit(self, delivery: Delivery) -> AdmittedGroup | None:
-        """A group for the open step; or it is settled as dropped, and None."""
-        if delivery.wait_s is None:
-            self._record.count("queue/bad_wait_total")
-        elif not delivery.reason:  # a tombstone is no sample
-            self._record.observe("sample/time_in_queue_s", delivery.wait_s)
-        self._event(delivery.group_id, metrics_pb2.GROUP_STATE_QUEUED)
-        if delivery.reason in REASONS:
-            await self._drop(delivery, delivery.reason)
-            return None
-        policy = Policy(
-            version=self._store.version,
-            step=self._applied,
-            step_of=self._store.step_of,
-            max_staleness=self._recipe.trainer.max_staleness,
-            vocab_size=self._learner.vocab_size,
-        )
-        try:
-            if delivery.reason:
-                raise Poison(f"a tombstone with the unknown reason {delivery.reason!r}")
-            return admit(delivery.data, group_id=delivery.group_id, policy=policy)
-        except Poison as error:
-            structlog.get_logger().error(
-                "poison in samples", group=delivery.group_id, why=str(error)
-            )
-            self._record.count("queue/dead_total")
-            await self._queue.bury(delivery, reason=str(error), settings=self._recipe.queue)
-            await self._drop(delivery, "poison")
-        except Refused as error:
-            await self._drop(delivery, str(error), error.samples)
-        return None
-
-    async def _drop(
-        self, delivery: Delivery, reason: str, samples: tuple[TrainSample, ...] = ()
-    ) -> None:
-        await self._queue.settle([(delivery.entry_id, delivery.group_id)], step=self._step)
-        self._settle_drop(delivery.group_id, reason, samples)
-
-    def _settle_drop(
-        self, group_id: str, reason: str, samples: tuple[TrainSample, ...] = ()
-    ) -> None:
-        given_up = self._dispatcher.drop(group_id, reason)
-        self._held.pop(group_id, None)
-        record_drop(self._record, reason, samples, given_up=given_up)
-        state = metrics_pb2.GROUP_STATE_GIVEN_UP if given_up else metrics_pb2.GROUP_STATE_DROPPED
-        self._event(group_id, state, reason=reason)
-        self._room.set()
+        return True
 
     async def _train(
         self, groups: list[AdmittedGroup], times: StepTimes, previous_s: float | None
@@ -353,7 +293,7 @@ class Training:
 
         Recording what was measured belongs to the next step's time.
         """
-        recipe, learner = self._recipe, self._learner
+        recipe, learner, intake = self._recipe, self._learner, self._intake
         skip = recipe.trainer.zero_signal == "skip"
         owned = [(g, s) for g in groups if not (skip and g.zero_signal) for s in g.samples]
         forwarded = [sample for _, sample in owned]
@@ -369,29 +309,21 @@ class Training:
         computed_s = result.fwd_bwd_s + result.optimizer_s
         times.data_s += time.monotonic() - begin_s - computed_s
         self._totals.steps += 1
-        self._applied += result.applied
 
         record_dropped_samples(self._record, "oversize", [forwarded[i] for i in plan.oversize])
         used = {owned[index][0].group_id for row in plan.rows for index in row}
         unused = {group.group_id for group, _ in owned} - used
         begin_s = time.monotonic()
-        since = self._applied - self._store.step_of[self._store.version]
-        if result.applied and since >= recipe.trainer.weight_sync_steps:
-            await self._publish()
+        if result.applied and self._publisher.steps_behind >= recipe.trainer.weight_sync_steps:
+            await self._publisher.publish()
         times.weight_sync_s = time.monotonic() - begin_s
-        pairs = [(self._held[g.group_id].entry_id, g.group_id) for g in groups]
-        await self._queue.settle(pairs, step=self._step + 1)
+        await intake.settle(groups)
         for group in groups:
             if group.group_id in unused:
-                self._settle_drop(group.group_id, "oversize")
+                intake.drop_settled(group.group_id, "oversize")
                 continue
-            self._dispatcher.train(group.group_id)
-            self._held.pop(group.group_id)
             reason = "no signal" if skip and group.zero_signal else ""
-            self._event(
-                group.group_id, metrics_pb2.GROUP_STATE_TRAINED, step=self._step, reason=reason
-            )
-        self._room.set()
+            intake.train_settled(group.group_id, reason=reason)
 
         ended_s = time.monotonic()
         if previous_s is not None:
@@ -401,7 +333,7 @@ class Training:
         record_step(
             self._record,
             recipe,
-            step=self._step,
+            step=intake.number,
             result=result,
             plan=plan,
             rows=rows,
@@ -410,90 +342,86 @@ class Training:
         )
         return ended_s
 
+    def _policy(self) -> Policy:
+        return Policy(
+            version=self._store.version,
+            step=self._learner.num_applied,
+            step_of=self._store.step_of,
+            publishes_of=self._store.line.publishes_of,
+            max_staleness=self._recipe.trainer.max_staleness,
+            vocab_size=self._learner.vocab_size,
+        )
+
+    # -- checkpoints
+
+    async def _save_between(self) -> float:
+        """A checkpoint between two steps, of whose second it is a part; none after the last, where
+        another one comes."""
+        if self._book.dispatcher.remaining == 0:
+            return 0.0
+        return await self._save()
+
+    async def _save(self) -> float:
+        moment = (self._queue.attempt, self._totals.steps)
+        held_s = await self._saver.save(moment, self._state)
+        self._record.observe("perf/checkpoint_s", held_s, step=self._totals.steps + 1)
+        return held_s
+
+    async def _save_at_stop(self) -> None:
+        """Keep what was trained since the last checkpoint; should the grace be over before it is
+        written, that one is what the next start finds."""
+        self._lifecycle.enter("writing a checkpoint")
+        steps = 0 if self._saver.last is None else self._saver.last[1]
+        if self._clean and self._totals.steps > steps:
+            await self._save()
+        await self._saver.finish()
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors and what was said."""
+        rows = self._rows
+        data = {"num_rows": len(rows.training), "shuffle": rows.shuffle, "seed": rows.seed}
+        return {
+            "run": self._recipe.run,
+            "data": data,
+            "book": self._book.dispatcher.state(),
+            "line": self._store.line.state(),
+            "totals": self._totals.state(),
+            "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
+            "started": self._past.started,
+        }
+
     # -- in the background
 
     async def _gauge(self) -> None:
-        """Measure the streams every second, also during long steps."""
+        """Measure the streams every second, also during long steps, and see whose run it is."""
         while True:
+            await self._queue.check()
             fills = await self._queue.gauge()
-            outstanding = len(self._dispatcher.outstanding)
+            outstanding = len(self._book.outstanding)
             record_queue(self._record, self._recipe, fills, outstanding=outstanding)
             await asyncio.sleep(GAUGE_EVERY_S)
 
-    async def _reconcile(self) -> None:
-        """Every minute, and when the server was away: find groups that it has lost, or that only
-        it knows."""
-        reconnects, next_s = self._queue.reconnects, time.monotonic() + RECONCILE_EVERY_S
-        while True:
-            await asyncio.sleep(min(1.0, RECONCILE_EVERY_S))
-            if time.monotonic() < next_s and self._queue.reconnects == reconnects:
-                continue
-            reconnects, next_s = self._queue.reconnects, time.monotonic() + RECONCILE_EVERY_S
-            # Groups on their way into the server's list or out of it are neither lost nor strange.
-            before = set(self._dispatcher.outstanding) - self._dispatching - set(self._held)
-            there = await self._queue.outstanding()
-            for group_id in before - set(there):
-                if group_id in self._dispatcher.outstanding and group_id not in self._held:
-                    structlog.get_logger().warning("group lost by the queue server", group=group_id)
-                    self._settle_drop(group_id, "lost")
-            strangers = set(there) - set(self._dispatcher.outstanding) - self._dispatching
-            if strangers:
-                await self._queue.settle(
-                    [("", group_id) for group_id in strangers], step=self._step
-                )
+    def _on_the_way(self) -> set[str]:
+        return self._dispatching | set(self._intake.held)
 
     # -- the end
 
     async def _end(self) -> dict[str, Any]:
         """Settle what is left, empty the queue, keep the model, and report."""
-        for group_id in list(self._dispatcher.outstanding):
-            await self._queue.settle([("", group_id)], step=self._step)
-            self._settle_drop(group_id, "run_ended")
+        for group_id in list(self._book.outstanding):
+            await self._queue.settle([("", group_id)], step=self._intake.number)
+            self._intake.drop_settled(group_id, "run_ended")
         await self._queue.finish()
         self._lifecycle.enter("saving the model")
         await self._torch(self._learner.save, self._recipe.run_folder / "model")
-        report = self._report()
-        target = self._recipe.run_folder / "trainer.json"
-        fresh = target.with_suffix(".tmp")
-        fresh.write_text(json.dumps(report, indent=2) + "\n")
-        fresh.rename(target)
-        self._lifecycle.enter("complete")
-        return report
-
-    def _report(self) -> dict[str, Any]:
-        book = self._dispatcher
-        assert book.balances(), "dispatched = trained + dropped + given up + in flight"
-        accuracies = [evaluation.accuracy for evaluation in self._evaluations]
-        rewards = [evaluation.reward for evaluation in self._evaluations]
-        return {
-            **self._totals.summary(),
-            "eval_before": accuracies[0] if accuracies else None,
-            "eval_after": accuracies[-1] if accuracies else None,
-            "eval_reward_before": rewards[0] if rewards else None,
-            "eval_reward_after": rewards[-1] if rewards else None,
-            "eval_failed": sum(evaluation.failed for evaluation in self._evaluations),
-            "groups": {
-                "dispatched": book.dispatched,
-                "trained": book.trained,
-                "rolled_back": 0,  # nothing is restored yet, so nothing can be rolled back
-                "dropped": drop_reasons(book.dropped),
-                "given_up": book.given_up,
-                "in_flight": len(book.outstanding),
-                "trained_twice": book.trained_twice,
-            },
-            "versions_published": self._store.published,
-            "started": self._started.isoformat(),
-            "finished": datetime.now(UTC).isoformat(),
-        }
-
-    def _event(
-        self,
-        group_id: str,
-        state: "metrics_pb2.GroupState.ValueType",
-        *,
-        step: int | None = None,
-        reason: str = "",
-    ) -> None:
-        self._record.event(
-            metrics_pb2.GroupEvent(group_id=group_id, state=state, step=step, reason=reason)
+        made = report(
+            self._book.dispatcher,
+            self._totals,
+            self._evaluations,
+            versions=self._store.version,
+            attempts=self._queue.attempt,
+            started=self._past.started,
         )
+        past.write_json(past.report_path(self._recipe), made)
+        self._lifecycle.enter("complete")
+        return made

@@ -18,7 +18,11 @@ ALSO = {"trainer": ["services.launcher.tiny_model"]}
 """Modules that an image runs beside its service: the model of the demo."""
 
 
-COMMANDS = ("services.launcher.cli", "services.launcher.cli_asking")
+COMMANDS = (
+    "services.launcher.cli",
+    "services.launcher.cli_asking",
+    "services.launcher.cli_dead_letters",
+)
 """Modules of commands: what a command needs it imports inside."""
 
 

@@ -37,8 +37,12 @@ local function clock(key)
   return {tonumber(seen[1] or '0'), tonumber(seen[2] or '0'), seen[3] or '', now_ms, tonumber(seen[4] or '0')}
 end
 
+-- Why a trainer's call is refused: `fenced` when a newer attempt has begun; `forgotten` when the server knows of no attempt so
+-- late, since its data were lost or rolled back: the trainer then says it again (remember.lua). False when nothing is wrong.
 local function fenced(key, attempt)
-  return redis.call('HGET', key, 'attempt') ~= attempt
+  local now = tonumber(redis.call('HGET', key, 'attempt') or '0')
+  if now > tonumber(attempt) then return 'fenced' end
+  return now < tonumber(attempt) and 'forgotten'
 end
 
 -- A dead letter, by field and value with `data` last; the oldest go when there are too many, or too many bytes (which the

@@ -6,17 +6,19 @@ if not owns(KEYS[1], ARGV[2], ARGV[1], ARGV[3]) then
   if ARGV[12] ~= '' and token == ARGV[12] then return 'done' end
   return 'lost'
 end
-local letter = {'id', ARGV[4], 'stream', ARGV[7], 'entry', ARGV[2], 'deliveries', ARGV[3], 'reason', ARGV[5], 'data', ARGV[6]}
-bury(KEYS[2], KEYS[5], letter, ARGV[8], ARGV[9])
+local tombstone = ''
 remove(KEYS[1], ARGV[2])
 if ARGV[11] == '1' then
   local place = redis.call('HGET', KEYS[4], ARGV[4])
   if place or ARGV[10] == '0' then
-    redis.call('XADD', KEYS[3], '*', 'id', ARGV[4], 'n', '0', 'reason', 'poison')
+    tombstone = redis.call('XADD', KEYS[3], '*', 'id', ARGV[4], 'n', '0', 'reason', 'poison')
   end
   if place and ARGV[10] == '1' then
     local _, began = split(place)
     redis.call('HSET', KEYS[4], ARGV[4], ARGV[12] .. '|' .. began .. '|')
   end
 end
+-- The letter names the tombstone: while nobody has taken that, the entry can still go back (requeue).
+local letter = {'id', ARGV[4], 'stream', ARGV[7], 'entry', ARGV[2], 'deliveries', ARGV[3], 'reason', ARGV[5], 'tombstone', tombstone, 'data', ARGV[6]}
+bury(KEYS[2], KEYS[5], letter, ARGV[8], ARGV[9])
 return 'done'

@@ -226,6 +226,29 @@ async def test_no_work_is_taken_before_the_first_version_or_too_far_behind_it(
         assert second.oldest_version in (2, 3, 4)
 
 
+async def test_no_work_is_taken_for_an_attempt_whose_version_is_not_served(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    """The clock says that a trainer has restored a checkpoint, before its version is here."""
+    async with river(valkey_url, tmp_path) as seen:
+        started = seen.start(FakeEngine())
+        await seen.trainer.publish(1)
+        await until(lambda: started.lifecycle.ready)
+        await seen.put(request_of("0.0.1.1"))
+        await seen.groups(1)
+        attempt, _ = await seen.run_queue.start(floor=1, recipe=seen.run_queue._recipe)
+        await seen.put(request_of("0.1.1.1"))  # with it the replica learns of the new attempt
+        await seen.groups(2)
+        await until(lambda: started.lifecycle.phase == "catching up with the policy")
+        await seen.put(request_of("0.2.1.1"))
+        await asyncio.sleep(0.3)
+        assert await seen.pending() == []
+        seen.trainer.store._attempt = attempt
+        await seen.trainer.publish(2)
+        *_, group = await seen.groups(3)
+        assert group.request.group_id == "0.2.1.1"
+
+
 async def test_a_failed_load_gives_back_what_is_held(valkey_url: str, tmp_path: Path) -> None:
     """The group is generated anew, with the version that was loaded at last."""
 

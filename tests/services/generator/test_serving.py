@@ -187,6 +187,22 @@ async def test_a_replica_too_far_behind_takes_no_work(tmp_path: Path) -> None:
         assert replica.serving.may_take_work
 
 
+async def test_what_an_earlier_attempt_published_is_no_work_to_take(tmp_path: Path) -> None:
+    """A trainer that restored a checkpoint has left it behind: groups made with it are dropped."""
+    async with replica_of(tmp_path) as replica:
+        await replica.trainer.publish(1)
+        await replica.start()
+        assert replica.serving.may_take_work
+        replica.trainer.store._attempt = 2
+        await replica.trainer.publish(2)
+        await replica.client.newer_than(1)
+        assert replica.serving.behind == 1
+        assert not replica.serving.may_take_work
+        replica.go()
+        await replica.serving.wait_proven(2)
+        assert replica.serving.may_take_work
+
+
 async def test_a_failed_load_gives_back_and_is_repeated(tmp_path: Path) -> None:
     async with replica_of(tmp_path) as replica:
         serving, engine = replica.serving, replica.engine

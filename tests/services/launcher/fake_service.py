@@ -93,7 +93,9 @@ async def train(
     state.enter("training")
     await state.set_ready(True)
     state.details |= {"attempt": "1", "max_steps": str(steps), "eval_before": "0.5"}
-    if behaviour == "fail":
+    failed = recipe.run_folder / "failed"
+    if behaviour == "fail" or (behaviour == "fail once" and not failed.exists()):
+        failed.touch()
         raise RuntimeError("the loss is not finite")
     for step in range(1, steps + 1):
         recorder.set_clock(attempt=1, step=step)

@@ -127,12 +127,12 @@ async def test_the_trainers_end_is_the_runs_end(tmp_path: Path) -> None:
         assert worker.starts == 1
 
 
-async def test_a_failed_trainer_fails_the_run(tmp_path: Path) -> None:
+async def test_a_failed_trainer_is_started_again_as_any_other(tmp_path: Path) -> None:
     async with Supervisor(QUICK) as supervisor:
-        child = supervisor.start(fake("crash", tmp_path, name="trainer-0", ends_run=True))
-        with pytest.raises(RunFailed, match=r"trainer-0 exited with status 1: RuntimeError: the e"):
-            await supervisor.over
-        assert child.starts == 1
+        child = supervisor.start(fake("crash twice", tmp_path, name="trainer-0", ends_run=True))
+        await until((tmp_path / "up").exists)
+        assert child.restarts == 2
+        assert not supervisor.over.done()
 
 
 async def test_what_does_not_stop_in_time_is_killed_with_its_descendants(tmp_path: Path) -> None:

@@ -121,10 +121,14 @@ def test_a_queue_server_that_holds_another_run_of_this_name(here: Path, valkey_u
     assert_nothing_started(here)
 
 
-def test_a_stopped_run_is_not_resumed(here: Path) -> None:
-    (here / "runs" / "demo").mkdir(parents=True)
+def test_another_experiment_under_the_name_of_a_stopped_run(here: Path) -> None:
+    folder = here / "runs" / "demo"
+    folder.mkdir(parents=True)
+    recipe = (here / "recipe.toml").read_text()
+    (folder / "recipe.toml").write_text(recipe + "[optimizer]\nlearning_rate = 0.5\n")
     done = headrace(here, "run", "recipe.toml")
-    assert_refused(done, "resuming a stopped run is not built yet; start over with --fresh")
+    difference = "optimizer.learning_rate: 0.5 before, 1e-06 now"
+    assert_refused(done, f"run demo in runs/demo has another recipe ({difference});", "--fresh")
 
 
 def test_a_complete_run_is_left_as_it_is(here: Path) -> None:

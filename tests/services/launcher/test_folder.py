@@ -18,11 +18,16 @@ def test_a_new_run_gets_a_folder_that_no_other_launcher_can_take(tmp_path: Path)
     os.close(hold)
 
 
-def test_a_stopped_run_is_not_started_over_unasked(tmp_path: Path) -> None:
+def test_a_stopped_run_is_taken_as_it_is(tmp_path: Path) -> None:
     place = RunFolder(tmp_path / "demo")
     os.close(folder.claim(place, fresh=False))
-    with pytest.raises(UserError, match="start over with --fresh"):
+    (place.path / "mark").touch()
+    assert place.kept_recipe() is None
+    hold = folder.claim(place, fresh=False)
+    assert (place.path / "mark").exists()
+    with pytest.raises(UserError, match="a run of this name is going on"):
         folder.claim(place, fresh=False)
+    os.close(hold)
 
 
 def test_fresh_moves_earlier_runs_aside(tmp_path: Path) -> None:

@@ -162,13 +162,45 @@ def test_a_mistake_that_a_service_finds_ends_the_run_in_its_words(here: Path) ->
     assert errors == "error: data.file: there is no file rows.jsonl\n"
 
 
-def test_a_failed_trainer_ends_the_run_with_one_line(here: Path) -> None:
+def test_a_trainer_that_keeps_failing_ends_the_run_with_one_line(here: Path) -> None:
     with launched(here, trainer="fail") as process:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=240)
         assert process.returncode == 1
         assert not running_in(here)
-    assert errors.splitlines() == [
-        "error: trainer-0 exited with status 1: failed: RuntimeError: the loss is not finite; "
-        "log: runs/demo/logs/trainer-0.log; "
-        "resuming a run is not built yet: start over with --fresh"
-    ]
+    [line] = errors.splitlines()
+    assert line.startswith("error: trainer-0 died 6 times within ")
+    assert line.endswith(
+        "failed: RuntimeError: the loss is not finite; log: runs/demo/logs/trainer-0.log"
+    )
+
+
+def test_a_run_goes_on_after_a_signal_and_after_a_kill(here: Path) -> None:
+    """The trainer fails once in the end; the summary counts all launches together."""
+    folder = here / "runs" / "demo"
+    with launched(here, trainer="forever") as process:
+        wait_until(lambda: all_up(here))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 130
+    first_s = json.loads((folder / "launches.json").read_text())["wall_s"]
+    assert first_s > 0
+    with launched(here, trainer="forever") as process:
+        wait_until(lambda: all_up(here))
+        process.kill()
+        process.communicate()
+        wait_until(lambda: not running_in(here))
+    (folder / "ports" / "trainer-0.json").unlink(missing_ok=True)
+    with launched(here, trainer="fail once") as process:
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert "run demo goes on" in output
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["complete"] is True
+    assert summary["restarts"]["trainer-0"] == 1
+    assert summary["wall_s"] > first_s + 1
+    # A longer run than this one is not complete.
+    with launched(here, "--set", "trainer.max_steps=12") as process:
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert "step 12/12  " in output
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 12
+    assert not (here / "runs" / "demo.1").exists()

@@ -21,6 +21,7 @@ from safetensors.torch import load
 from services.common import grpc_kit, queue
 from services.common.background import guarded
 from services.common.config import (
+    Checkpoint,
     Data,
     Evaluation,
     Model,
@@ -63,6 +64,7 @@ def recipe_of(folder: Path, model: Path, url: str, **changes: Any) -> Recipe:
         "evaluation": {"enabled": False, "size": 2},
         "data": {"file": str(prompts)},
         "queue": {"url": url, "claim_after_s": 5.0},
+        "checkpoint": {},
     }
     for name, section in changes.items():
         sections[name] = sections.get(name, {}) | section
@@ -75,6 +77,7 @@ def recipe_of(folder: Path, model: Path, url: str, **changes: Any) -> Recipe:
         generator=Generator(max_model_len=16),
         optimizer=Optimizer(learning_rate=1e-3),
         trainer=Trainer(**sections["trainer"]),
+        checkpoint=Checkpoint(**sections["checkpoint"]),
         evaluation=Evaluation(**sections["evaluation"]),
         queue=Queue(**sections["queue"]),
     )
@@ -98,6 +101,7 @@ class River:
         self.announced: list[policy_wire.PolicyVersion] = []
         self._model = make_model()
         self.version = 0
+        self.served_attempt = 0
         self._served = asyncio.Event()
         self._draw = np.random.default_rng(0)
 
@@ -118,6 +122,10 @@ class River:
             beside = (self.watch(), self.generate(), self.score())
             return await guarded(self.training.run(), *beside)
 
+    def is_current(self) -> bool:
+        """Whether the generator serves the trainer's version."""
+        return self.version == self.training._store.version
+
     async def watch(self) -> None:
         """Serve each new version, as a generator does."""
         stub = self.stub
@@ -125,13 +133,14 @@ class River:
             version = answer.version
             self.announced.append(version)
             if version.version == self.version:
+                self.served_attempt = version.attempt
                 continue
             request = policy_wire.FetchWeightsRequest(
                 version=version.version, sha256=version.sha256
             )
             data = b"".join([piece.data async for piece in stub.FetchWeights(request)])
             self._model.load_state_dict(load(data), strict=False)
-            self.version = version.version
+            self.version, self.served_attempt = version.version, version.attempt
             self._served.set()
             await stub.ReportServing(
                 policy_wire.ReportServingRequest(generator="g", version=version.version), timeout=30
@@ -142,12 +151,14 @@ class River:
         await self._served.wait()
         async with self.stage("requests") as stage:
             while True:
+                # What an earlier attempt published may be of a dead line.
+                await until(lambda: self.served_attempt >= stage.clock.attempt)
                 for entry in await stage.take(4, version=self.version):
                     await self._generate_one(stage, entry)
 
     async def _generate_one(self, stage: Stage, entry: Entry) -> None:
         # Never behind, so that what is stale is decided by the test and not by the machine's load.
-        await until(lambda: self.version == self.training._store.version)
+        await until(self.is_current)
         request = rollout_pb2.RolloutRequest.FromString(entry.data)
         self.requests.append(request)
         prompt = entry.group_id.rsplit(".", 2)[0]

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 from headrace.v1 import rollout_pb2, sample_pb2
 
 from services.trainer.intake import MAX_LAG, AdmittedGroup, Poison, Policy, Refused, admit
+from services.trainer.line import VersionLine
 from tests.services.trainer.scored import Span, make_scored, make_sequence
 
 
@@ -176,14 +178,56 @@ def test_spans_that_leave_trained_tokens_out_are_poison(spans: list[Span]) -> No
 
 
 def test_versions_that_were_never_published_are_poison() -> None:
-    with pytest.raises(Poison, match=r"never published in this line: \[9\]"):
+    with pytest.raises(Poison, match=r"never published: \[9\]"):
         admitted(make_scored("0.0.1.0", sequence(), oldest=5, newest=9), policy())
     spans = [(5, 2, 4), (9, 4, 5)]
-    with pytest.raises(Poison, match="a token of version 9, which was never published"):
+    with pytest.raises(Poison, match=r"never published: \[9\]"):
         admitted(make_scored("0.0.1.0", sequence(spans=spans), oldest=5), policy())
+    with pytest.raises(Poison, match=r"never published: \[0\]"):
+        admitted(of_version(0), policy(2, step_of={1: 0, 2: 1}))
 
 
 def test_a_version_ahead_of_the_current_one_is_poison() -> None:
     at = policy(5, step_of={v: v for v in range(8)})
-    with pytest.raises(Poison, match="version 6, ahead of the current 5"):
+    with pytest.raises(Poison, match=r"never published: \[6\]"):
         admitted(make_scored("0.0.1.0", sequence(6), oldest=6), at)
+
+
+def test_weights_of_a_dead_line_are_told_by_the_newest_token_too() -> None:
+    """Versions 3 and 4 came after the checkpoint that version 5 was restored from."""
+    at = policy(5, step_of={1: 0, 2: 1, 5: 1})
+    for spans in ([(3, 2, 5)], [(2, 2, 3), (4, 3, 5)]):
+        versions = [version for version, _, _ in spans]
+        group = make_scored(
+            "0.0.1.0", sequence(spans=spans), oldest=min(versions), newest=max(versions)
+        )
+        with pytest.raises(Refused, match=r"^dead_lineage$"):
+            admitted(group, at)
+
+
+def test_staleness_counts_publishes_along_the_line() -> None:
+    """9 -> 10, restored as 13 -> 14: a group of version 9 is two behind 14, one of 10 or 13 one."""
+    line = VersionLine()
+    for version, step in ((9, 8), (10, 9)):
+        line.add(version, step=step, sha256="")
+    line.add(13, step=9, sha256="", same_weights=True)
+    line.add(14, step=10, sha256="")
+    at = Policy(
+        version=14,
+        step=10,
+        step_of=line.step_of,
+        publishes_of=line.publishes_of,
+        max_staleness=1,
+        vocab_size=50,
+    )
+    assert [at.staleness(version) for version in (9, 10, 13, 14)] == [2, 1, 1, 0]
+    kept = admitted(make_scored("0.0.1.0", sequence(10), oldest=10), at)
+    assert (kept.staleness, kept.samples[0].lags.max()) == (1, 1)
+    with pytest.raises(Refused, match=r"^stale$"):
+        admitted(make_scored("0.0.1.0", sequence(9), oldest=9), at)
+    again = VersionLine(json.loads(json.dumps(line.state())))
+    assert (again.state(), again.current, again.publishes_of) == (
+        line.state(),
+        14,
+        line.publishes_of,
+    )

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common import canary
@@ -158,3 +158,51 @@ def test_a_folder_whose_weights_are_missing_or_broken_is_the_users_mistake(
 def test_a_gpu_that_is_not_there_is_said_and_not_replaced(folder: Path) -> None:
     with pytest.raises(UserError, match=r'^trainer\.device: "cuda" is asked for'):
         Learner(recipe(folder, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_restored_learner_goes_on_as_if_it_had_never_ended(folder: Path, dtype: str) -> None:
+    """To the bit: weights, moments, the warm-up's count, and what torch draws next."""
+    settings = recipe(folder)
+    settings = settings.model_copy(
+        update={
+            "model": settings.model.model_copy(update={"dtype": dtype}),
+            "optimizer": settings.optimizer.model_copy(update={"warmup_steps": 5}),
+        }
+    )
+    learner = Learner(settings)
+    for _ in range(2):
+        train(learner)
+    saved = load(save(learner.snapshot()))
+    drawn = torch.rand(3)
+    train(learner)
+    torch.rand(5)
+
+    again = Learner(settings)
+    again.restore(saved)
+    assert again.num_applied == 2
+    assert torch.equal(torch.rand(3), drawn)
+    train(again)
+    first, second = learner.snapshot(), again.snapshot()
+    assert first.keys() == second.keys()
+    for name in first.keys() - {"random.cpu"}:
+        assert torch.equal(first[name], second[name]), name
+    now = state(learner)
+    assert all(torch.equal(tensor, now[name]) for name, tensor in state(again).items())
+
+
+def test_a_snapshot_is_a_copy(folder: Path) -> None:
+    learner = Learner(recipe(folder))
+    train(learner)
+    saved = learner.snapshot()
+    before = {name: tensor.clone() for name, tensor in saved.items()}
+    train(learner)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in saved.items())
+
+
+def test_a_checkpoint_of_another_model_is_the_users_mistake(folder: Path) -> None:
+    learner = Learner(recipe(folder))
+    saved = learner.snapshot()
+    saved["master.another.weight"] = torch.zeros(2)
+    with pytest.raises(UserError, match=r"does not fit model\.path .*another\.weight"):
+        learner.restore(saved)

@@ -9,6 +9,7 @@ import pytest
 
 from services.common import queue
 from services.common.config import Queue
+from services.common.errors import Fenced, UserError
 from services.common.queue import GROUP, QueueClient
 from services.trainer.run_queue import Delivery, QueueLost, RunQueue
 
@@ -122,3 +123,63 @@ async def test_a_wait_by_a_stepped_clock_is_unknown(valkey_url: str) -> None:
         assert (epoch.wait_s, ahead.wait_s) == (None, None)
         assert now.wait_s is not None
         assert 0 <= now.wait_s < 60
+
+
+async def test_a_server_that_lost_its_data_is_told_again(valkey_url: str) -> None:
+    """It has forgotten the attempt, and is no newer one: nothing is fenced, held entries are no
+    surprise."""
+    async with started(valkey_url, "a") as (client, run):
+        [held] = await run.take(1)
+        await client.raw.flushall()
+        await run.dispatch("b", b"x")
+        assert (run.forgotten, run.reconnects) == (1, 1)
+        await run.settle([(held.entry_id, "a")], step=3)
+        assert list(await run.outstanding()) == ["b"]
+        clock = await client.raw.hgetall(client.keys.clock)
+        assert (clock[b"attempt"], clock[b"state"], clock[b"recipe"]) == (b"1", b"running", b"x")
+        assert clock[b"step"] == b"3"
+        await run.check()
+        assert run.forgotten == 1
+
+
+async def test_a_server_that_went_back_to_an_attempt_before_is_told_again(valkey_url: str) -> None:
+    async with started(valkey_url) as (client, old):
+        run = RunQueue(client)
+        await run.start(floor=7, recipe="x")
+        await client.raw.hset(client.keys.clock, "attempt", 1)
+        await run.check()
+        assert await client.raw.hget(client.keys.clock, "attempt") == b"7"
+        with pytest.raises(Fenced, match="attempt 1 of run r was replaced"):
+            await old.check()
+
+
+async def test_what_a_replaced_trainer_read_late_is_not_lost(valkey_url: str) -> None:
+    async with started(valkey_url, "a") as (client, old):
+        run = RunQueue(client)
+        await run.start(floor=1, recipe="x")
+        assert names(await old.take(1)) == ["a"]  # a read is not fenced
+        assert await run.take(1, wait=False) == []
+        await run.check()
+        assert names(await run.take(1, wait=False)) == ["a"]
+
+
+async def test_a_start_brings_what_was_pending_before_it(valkey_url: str) -> None:
+    async with started(valkey_url, "a", "b") as (client, old):
+        await old.take(1)
+        run = RunQueue(client)
+        await run.start(floor=1, recipe="x", step=51)
+        assert await client.raw.hget(client.keys.clock, "step") == b"51"
+        assert names(await run.take(5, wait=False)) == ["a"]
+        assert names(await run.take(5, wait=False)) == ["b"]
+
+
+async def test_a_run_that_is_over_begins_again_only_when_asked_to(valkey_url: str) -> None:
+    async with started(valkey_url) as (client, run):
+        await run.finish()
+        with pytest.raises(UserError, match="run r is complete in the queue"):
+            await RunQueue(client).start(floor=1, recipe="x")
+        with pytest.raises(UserError, match="another recipe"):
+            await RunQueue(client).start(floor=1, recipe="y", mode="again")
+        assert (await RunQueue(client).start(floor=1, recipe="x", mode="again"))[0] == 2
+        with pytest.raises(UserError, match="run r has begun in the queue"):
+            await RunQueue(client).start(floor=1, recipe="x", mode="first")
