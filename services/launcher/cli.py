@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from services.common.errors import UserError
-from services.launcher import cli_asking
+from services.launcher import cli_asking, cli_dead_letters
 from services.launcher.errors import RunFailed
 
 FAILURE_STATUS, MISTAKE_STATUS = 1, 2
@@ -57,7 +57,8 @@ def run(
 ) -> None:
     """Run everything on this machine: queue, generators, scorers, trainer and aggregator.
 
-    Ends with a summary in FOLDER/NAME/summary.json. Ctrl-C drains and leaves no process behind.
+    Ends with a summary in FOLDER/NAME/summary.json. Ctrl-C drains and leaves no process behind; the
+    same command then goes on where the run was.
     """
     from rich.console import Console
 
@@ -148,6 +149,7 @@ def make_tiny_model(
 
 
 cli_asking.add_to(app)
+app.add_typer(cli_dead_letters.app, name="dead-letters")
 
 
 @app.command()

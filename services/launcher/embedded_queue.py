@@ -63,6 +63,16 @@ def write_config(folder: Path, *, port: int) -> Path:
     return path
 
 
+def configured_url(folder: Path) -> str | None:
+    """Where the server whose configuration is in `folder` listens; None where there is none."""
+    try:
+        text = (folder / "valkey.conf").read_text()
+    except FileNotFoundError:
+        return None
+    settings = dict(line.split(" ", 1) for line in text.splitlines())
+    return f"redis://{settings['bind']}:{settings['port']}/0"
+
+
 async def answers(url: str) -> bool:
     """True once the server at `url` answers."""
     client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=1, socket_timeout=1)
