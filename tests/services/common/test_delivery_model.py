@@ -67,6 +67,7 @@ MUTANTS = {
     "a dispatch that is not noted": ("dispatch", "ARGV[4] == '1'", "false"),
     "a dispatch by a replaced trainer": ("dispatch", FENCED, "if false"),
     "a settlement by a replaced trainer": ("settle", FENCED, "if false"),
+    "a settlement that is not repeatable": ("settle", "== ARGV[3]", "== ''"),
     "a settlement that leaves its entry": ("settle", "redis.call('XDEL', KEYS[2], entry)", ""),
     "a refusal without a tombstone": ("refuse", "if ARGV[11] == '1'", "if false"),
     "a refusal by whoever lost it": ("refuse", OWNS, "if false"),
@@ -79,24 +80,8 @@ MUTANTS = {
     "a requeue of what the trainer has": ("requeue", "#pending > 0", "false"),
     "bytes that are not counted": ("discard", "'HINCRBY'", "'HEXISTS'"),
 }
-"""Rules taken out of a script: what the schedules then do that they must not do."""
-
-RARE = {
-    "a return that drops what is pending": ("give_back", " and #left == 0", ""),
-    "a claim without its delivery count": (
-        "prelude",
-        "#found == 1 and tonumber(found[1][4]) == tonumber(deliveries)",
-        "#found == 1",
-    ),
-    "a renewal of what another holds": (
-        "renew",
-        "if owns(KEYS[1], ARGV[i], ARGV[1], ARGV[i + 1])",
-        "if true",
-    ),
-    "a settlement that is not repeatable": ("settle", "== ARGV[3]", "== ''"),
-    "a requeue that is not repeatable": ("requeue", "== ARGV[2]", "== ''"),
-}
-"""The same, found by about one schedule in a hundred."""
+"""Rules taken out of a script. A blind renewal is not among them, nor a claim without its delivery
+count: they cost work, and nothing that is promised here."""
 
 
 @pytest.mark.parametrize("what", MUTANTS)
@@ -106,18 +91,19 @@ def test_a_broken_rule_is_found(valkey_url: str, what: str) -> None:
         run_all(server, 100)
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.skipif(SEEDS < 1000, reason="takes minutes: HEADRACE_MODEL_SEEDS=1000")
-@pytest.mark.parametrize("what", RARE)
-def test_a_rarely_missed_rule_is_found(valkey_url: str, what: str) -> None:
-    server = Server(valkey_url, scripts=without(*RARE[what]))
+def test_a_return_that_drops_what_is_pending_is_found(valkey_url: str) -> None:
+    """By about one schedule in a hundred: an answer must be lost just before."""
+    server = Server(valkey_url, scripts=without("give_back", " and #left == 0", ""))
     with pytest.raises(Broken):
         run_all(server, SEEDS)
 
 
 def without(name: str, rule: str, instead: str) -> dict[str, str]:
-    """The scripts with one rule replaced; "prelude" stands for all."""
+    """The scripts with one rule replaced."""
     changed = {
-        script: text.replace(rule, instead) if name in ("prelude", script) else text
+        script: text.replace(rule, instead) if name == script else text
         for script, text in SCRIPTS.items()
     }
     assert changed != SCRIPTS
