@@ -126,6 +126,13 @@ async def other_half(recipe: Recipe) -> AsyncIterator[tuple[OtherHalf, Listener]
         await client.close()
 
 
+def last_version(recipe: Recipe) -> int:
+    """The newest policy version's number; 0 where there is none, or it is being written."""
+    path = recipe.run_folder / "checkpoints" / "last_version"
+    text = path.read_text() if path.exists() else ""
+    return int(text) if text.strip().isdecimal() else 0
+
+
 async def killed_again_and_again(recipe: Recipe, half: OtherHalf, folder: Path, seed: int) -> int:
     """Start the trainer, kill it, until it has come to its end; its last exit status."""
     chance = random.Random(seed)
@@ -137,10 +144,13 @@ async def killed_again_and_again(recipe: Recipe, half: OtherHalf, folder: Path, 
                 if kill == KILLS:
                     async with asyncio.timeout(120):
                         return await process.wait()
-                # Sometimes before the first version, mostly in the middle of steps.
+                # Sometimes before the first version, mostly in the middle of steps; by versions and
+                # not by time, since a quick machine has run to the end in a second.
                 begun = recipe.run_folder / "checkpoints" / "attempts" / str(kill + 1)
                 await until(begun.exists)
-                await asyncio.sleep(chance.uniform(0.0, 1.5))
+                reached = last_version(recipe) + chance.randrange(4)
+                await until(lambda reached=reached: last_version(recipe) >= reached)
+                await asyncio.sleep(chance.uniform(0.0, 0.03))
             finally:
                 if process.returncode is None:
                     process.send_signal(signal.SIGKILL)
