@@ -133,6 +133,10 @@ def last_version(recipe: Recipe) -> int:
     return int(text) if text.strip().isdecimal() else 0
 
 
+async def until_versions(recipe: Recipe, number: int) -> None:
+    await until(lambda: last_version(recipe) >= number)
+
+
 async def killed_again_and_again(recipe: Recipe, half: OtherHalf, folder: Path, seed: int) -> int:
     """Start the trainer, kill it, until it has come to its end; its last exit status."""
     chance = random.Random(seed)
@@ -148,8 +152,7 @@ async def killed_again_and_again(recipe: Recipe, half: OtherHalf, folder: Path, 
                 # not by time, since a quick machine has run to the end in a second.
                 begun = recipe.run_folder / "checkpoints" / "attempts" / str(kill + 1)
                 await until(begun.exists)
-                reached = last_version(recipe) + chance.randrange(4)
-                await until(lambda reached=reached: last_version(recipe) >= reached)
+                await until_versions(recipe, last_version(recipe) + chance.randrange(4))
                 await asyncio.sleep(chance.uniform(0.0, 0.03))
             finally:
                 if process.returncode is None:
