@@ -40,7 +40,11 @@ async def compare_for_ever(
         reconnects, next_s = queue.reconnects, time.monotonic() + COMPARE_EVERY_S
         before = set(book.outstanding) - on_the_way()
         there = await queue.outstanding()
-        for group_id in before - set(there):
+        lost = before - set(there)
+        if lost:
+            # One that was replaced, and does not know it yet, misses what the new one settled.
+            await queue.check()
+        for group_id in lost:
             if group_id in book.outstanding and group_id not in on_the_way():
                 structlog.get_logger().warning("group lost by the queue server", group=group_id)
                 book.dropped(group_id, "lost")

@@ -61,7 +61,7 @@ class Intake:
             # server's list must not look lost.
             for delivery, mine in [(each, self._hold(each)) for each in deliveries]:
                 if not mine:
-                    await self._discard(delivery)
+                    await self._not_mine(delivery)
                 elif group := await self._admit(delivery):
                     groups.append(group)
             times.data_s += time.monotonic() - begin_s
@@ -88,6 +88,18 @@ class Intake:
         if delivery.group_id not in self._book.outstanding:
             return False
         return self.held.setdefault(delivery.group_id, delivery) is delivery
+
+    async def _not_mine(self, delivery: Delivery) -> None:
+        """A second entry of a group, or one that no group waits for."""
+        held = self.held.get(delivery.group_id)
+        if held is None or await self._queue.has(held.entry_id):
+            await self._discard(delivery)
+            return
+        # The server went back to older data, where the group was on its way: the entry that was
+        # held is no more, and this one is to be settled in its place.
+        structlog.get_logger().warning("a held entry came again", group=delivery.group_id)
+        self._record.count("queue/redelivered_total")
+        self.held[delivery.group_id] = delivery
 
     async def _discard(self, delivery: Delivery) -> None:
         """Remove an entry that no group waits for."""

@@ -121,9 +121,9 @@ class RunQueue:
         """Look after what nothing else would find: raise Fenced when a newer attempt has begun;
         tell a server that has forgotten this one; have the entries that a replaced trainer read
         after this attempt began."""
-        keys = [self._keys.clock, self._keys.samples]
-        if await self._call("reclaim", keys, [self.attempt]) != "0":
-            self._looked_back[self._keys.samples] = None
+        streams = [self._keys.samples, self._keys.evals]
+        if await self._call("reclaim", [self._keys.clock, *streams], [self.attempt]) != "0":
+            self._looked_back |= dict.fromkeys(streams)
 
     async def dispatch(self, group_id: str, data: bytes, *, evaluation: bool = False) -> None:
         """Put a request into the run; a repeated call changes nothing."""
@@ -172,6 +172,8 @@ class RunQueue:
         if self._looked_back[key] == reconnects:
             return []
         pending = await self._read(key, "0", count=None, block=None)
+        # They are there after all, also those that have been taken before.
+        self._gone -= {entry_id.decode() for entry_id, _ in pending}
         lost = [entry for entry in pending if entry[0].decode() not in self._taken[key]]
         if len(lost) <= limit:
             self._looked_back[key] = reconnects
@@ -235,6 +237,14 @@ class RunQueue:
             settings.dead_max_bytes,
         ]
         await self._call("bury", keys, arguments)
+
+    async def has(self, entry_id: str) -> bool:
+        """Whether an entry of `samples` is still there."""
+        return bool(
+            await self._client.call(
+                lambda: self._client.raw.xrange(self._keys.samples, min=entry_id, max=entry_id)
+            )
+        )
 
     async def outstanding(self) -> dict[str, str]:
         """All groups between dispatch and settlement, with their places."""

@@ -88,9 +88,8 @@ def test_the_warm_start_ends_where_rewards_begin(folder: Path) -> None:
         each[-1]["content"] == messages[-1]["content"]
         for each, messages in zip(conversations, rows, strict=True)
     )
-    assert 0.2 < len(calling) / NUM_QUESTIONS < 0.9
-    # Float sums differ between machines, and a warm start that ends a step later is a better one.
-    assert mark["sampled_accuracy"] - 0.2 < right / NUM_QUESTIONS < 0.85
+    assert 0.3 < len(calling) / NUM_QUESTIONS < 0.8
+    assert right / NUM_QUESTIONS == pytest.approx(mark["sampled_accuracy"], abs=0.12)
 
 
 def run_call(conversation: list[dict[str, str]]) -> bool:

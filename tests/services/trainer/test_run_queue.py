@@ -142,6 +142,20 @@ async def test_a_server_that_lost_its_data_is_told_again(valkey_url: str) -> Non
         assert run.forgotten == 1
 
 
+async def test_held_entries_that_a_forgetful_server_still_has_are_removed(valkey_url: str) -> None:
+    """It has lost the clock alone: what was held is there, and must not be left behind."""
+    async with started(valkey_url, "a") as (client, run):
+        [held] = await run.take(1)
+        await client.raw.delete(client.keys.clock)
+        await run.check()
+        assert run.forgotten == 1
+        client.reconnects += 1
+        assert await run.take(1, wait=False) == []
+        await run.settle([(held.entry_id, "a")], step=3)
+        assert await client.raw.xlen(client.keys.samples) == 0
+        assert await run.outstanding() == {}
+
+
 async def test_a_server_that_went_back_to_an_attempt_before_is_told_again(valkey_url: str) -> None:
     async with started(valkey_url) as (client, old):
         run = RunQueue(client)
@@ -183,3 +197,13 @@ async def test_a_run_that_is_over_begins_again_only_when_asked_to(valkey_url: st
         assert (await RunQueue(client).start(floor=1, recipe="x", mode="again"))[0] == 2
         with pytest.raises(UserError, match="run r has begun in the queue"):
             await RunQueue(client).start(floor=1, recipe="x", mode="first")
+
+
+async def test_an_evaluation_that_a_replaced_trainer_read_late_is_not_lost(valkey_url: str) -> None:
+    async with started(valkey_url) as (client, old):
+        run = RunQueue(client)
+        await run.start(floor=1, recipe="x")
+        await client.raw.xadd(client.keys.evals, {"id": "eval.0.2.0", "data": b"x"})
+        assert names(await old.take(1, evaluation=True)) == ["eval.0.2.0"]
+        await run.check()
+        assert names(await run.take(1, evaluation=True, wait=False)) == ["eval.0.2.0"]
