@@ -17,7 +17,7 @@ from headrace.v1 import rollout_pb2 as wire
 
 from services.common.config import Recipe
 from services.generator.environments import EnvironmentKind, Environments, Instance
-from services.generator.parsing import Parser
+from services.generator.parsing import Parser, Plain
 from services.generator.reconcile import to_sequences
 from services.generator.template import ChatTemplate
 from services.generator.tools import Tools, run_calls
@@ -69,8 +69,8 @@ class Setting:
     recipe: Recipe
     tools: Tools | None = None
     environments: Environments | None = None
-    parsers: Callable[[Sequence[dict[str, Any]]], Parser] | None = None
-    """Makes the parser for some tools' schemas; None where nothing is to be parsed."""
+    parsers: Callable[[Sequence[dict[str, Any]]], Parser] = lambda _: Plain()
+    """Gives the parser for some tools' schemas."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,7 @@ class _Talk:
             self._schemas += setting.tools.schemas
         if ask.kind is not None:
             self._schemas += ask.kind.schemas
-        # Where nothing can be called a block that looks like a call is just text.
-        parses = setting.parsers is not None and (
-            self._schemas or setting.recipe.generation.reasoning_parser is not None
-        )
-        self._parser = setting.parsers(self._schemas) if parses and setting.parsers else None
+        self._parser = setting.parsers(self._schemas)
         self._instance: Instance | None = None
         self._prompt: list[Message] = list(ask.prompt)
         self._observed = False
@@ -211,7 +207,7 @@ class _Talk:
             self._begin_s = time.monotonic()
         generated = await self._generate(prompt_ids, max_tokens=max_tokens)
         text = self._setting.template.text(generated.token_ids)
-        parsed = Parsed(text) if self._parser is None else self._parser.parse(text)
+        parsed = self._parser.parse(text)
         self._sampled.append(
             SampledTurn(
                 prompt_ids=tuple(prompt_ids),

@@ -62,6 +62,11 @@ class Environments:
         self._pool = workers.Pool(self._limit, preload=preload, ready=1) if in_workers else None
 
     @property
+    def kinds(self) -> tuple[EnvironmentKind, ...]:
+        """All of them; servers' tools are known once `start` is done."""
+        return tuple(self._kinds.values())
+
+    @property
     def live(self) -> int:
         """Instances that exist, are being made or are being ended."""
         return self._limit - self._free

@@ -1,8 +1,9 @@
 """What conversations may call, made ready: tools, environments and the parser that reads calls."""
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.config import Recipe
@@ -21,6 +22,8 @@ class Equipment:
     template: ChatTemplate
     tools: Tools | None
     environments: Environments | None
+    _parsers: dict[str, Parser] = field(default_factory=dict)
+    """By tools' schemas: some of vLLM's take a millisecond to make, and conversations are many."""
 
     def setting(self, engine: Generates) -> Setting:
         """What conversations with this engine have in common."""
@@ -38,12 +41,24 @@ class Equipment:
 
         Raises UserError for a format that nobody knows.
         """
-        return make_parser(
-            self.recipe.tools.format,
-            self.recipe.generation.reasoning_parser,
-            tokenizer=self.template.tokenizer,
-            tools=list(schemas),
-        )
+        key = json.dumps(schemas)
+        if key not in self._parsers:
+            self._parsers[key] = make_parser(
+                self.recipe.tools.format,
+                self.recipe.generation.reasoning_parser,
+                tokenizer=self.template.tokenizer,
+                tools=list(schemas),
+            )
+        return self._parsers[key]
+
+    def check_formats(self) -> None:
+        """Make all parsers now: a format that nobody knows must not wait for a conversation. Raises
+        UserError. May import vLLM.
+        """
+        schemas = [] if self.tools is None else self.tools.schemas
+        self.parser(schemas)
+        for kind in () if self.environments is None else self.environments.kinds:
+            self.parser([*schemas, *kind.schemas])
 
 
 @asynccontextmanager

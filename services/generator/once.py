@@ -36,7 +36,7 @@ async def generate(
         # Here, since it imports vLLM, which takes seconds and reads the environment.
         from services.generator.engine import Engine
 
-        equipment.parser(())
+        equipment.check_formats()
         engine = await Engine.start(
             folder, settings=recipe.generator, dtype=recipe.model.dtype, with_weights=True
         )

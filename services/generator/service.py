@@ -127,8 +127,7 @@ class Replica:
         async with equipped(recipe, template) as equipment:
             lifecycle.enter("importing vLLM")
             start_engine = await self._importing
-            # A wrong name of a format must not wait for the first conversation.
-            equipment.parser(())
+            equipment.check_formats()
             lifecycle.enter("starting the engine")
             engine = await start_engine(folder, recipe)
             setting = equipment.setting(engine)
