@@ -34,7 +34,7 @@ def measure(*, endless: bool) -> load.Outcome:
 def main() -> None:
     """Measure both in turns, print the table, write the result."""
     # What fails is meant to.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(60))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     walls: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(ROUNDS):
         for endless in (True, False):

@@ -101,8 +101,8 @@ class Stage:
         while self._script("hand_off", keys, *arguments) == b"full":
             if self.stopping.wait(0.2):  # somebody else will find the room
                 idle_ms = int(self._claim_after_s * 1000) + 1
-                back = (self.me, idle_ms, entry.id, entry.deliveries)
-                self._script("give_back", (entry.stream,), *back)
+                back = (self.me, idle_ms, entry.id, entry.deliveries, entry.group)
+                self._script("give_back", (entry.stream, "outstanding"), *back)
                 break
         self._held = None  # also after `lost` and `void`: the result is thrown away
 

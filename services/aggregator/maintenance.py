@@ -5,6 +5,7 @@ waits_for: nothing. unblocked_by: time. Each piece of work is short: batches wai
 """
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -110,7 +111,7 @@ async def keep_working(
         except SQLAlchemyError as error:
             cause = getattr(error, "orig", None) or error
             structlog.get_logger().error("roll-ups wait for the store", cause=str(cause))
-            pause_s = AFTER_FAILURE_S
+            pause_s = AFTER_FAILURE_S * random.uniform(0.5, 1.5)
         await asyncio.sleep(pause_s)
 
 

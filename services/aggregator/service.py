@@ -31,11 +31,15 @@ from services.aggregator.ingest import Ingest
 from services.aggregator.intake import Intake
 from services.aggregator.store import Store
 from services.common import grpc_kit, lifecycle
+from services.common.background import unless
 from services.common.command import Invocation
 from services.common.config import Recipe
 
 PROBE_EVERY_S = 5.0
 """How often readiness is checked by writing a row."""
+
+WRITES_WITHIN_S = 10.0
+"""Of that row, all that the writer has to do before it included; beyond it the store hangs."""
 
 DRAIN_S = 5.0
 """Most seconds that calls in flight get at the end."""
@@ -214,13 +218,16 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
             for task in (sweeping, working, copying):
                 if task.done():
                     task.result()
-            await state.set_ready(await _writable(backend))
+            await state.set_ready(bool(await unless(state.stopping, _writable(backend))))
         await state.set_ready(False)
 
 
 async def _writable(backend: Backend) -> bool:
     try:
-        await backend.write(backend.store.probe)
+        await asyncio.wait_for(backend.write(backend.store.probe), WRITES_WITHIN_S)
+    except TimeoutError:
+        structlog.get_logger().error("the store does not write", waited_s=WRITES_WITHIN_S)
+        return False
     except SQLAlchemyError as error:
         cause = getattr(error, "orig", None) or error
         structlog.get_logger().error("the store cannot be written", cause=str(cause))

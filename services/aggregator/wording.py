@@ -13,7 +13,8 @@ KNOBS: dict[Name, str] = {
     "more of a scorer's processes (rewards.workers) and groups at a time (scorer.max_groups), or "
     "make {culprit} faster (rewards.functions)",
     "straggler-bound": "shorten the longest conversations (generation.max_completion_tokens, "
-    "generation.timeout_s), or let groups be older (trainer.max_staleness)",
+    "generation.timeout_s), let groups be older (trainer.max_staleness), or go on without late "
+    'ones (trainer.stale = "drop", which trains on shorter conversations than the policy has)',
     "pacing-bound": "let more groups be under way: a larger trainer.max_staleness, or a larger "
     "trainer.groups_per_step",
     "sync-bound": "publish less often (trainer.weight_sync_steps), or give weights a faster way "

@@ -42,6 +42,19 @@ async def unless(
         await cancel(work, signal)
 
 
+async def within(timeout_s: float, body: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `body`; or None, and `body` is cancelled, once it has taken `timeout_s`.
+
+    asyncio.timeout() cancels once, and redis-py swallows what comes within a command.
+    """
+    work = asyncio.create_task(body)
+    try:
+        await asyncio.wait({work}, timeout=timeout_s)
+        return work.result() if work.done() else None
+    finally:
+        await cancel(work)
+
+
 class Strays:
     """Coroutines of users, awaited for a limited time even where they do not let themselves be
     cancelled; those cut off and still running are kept from the garbage collector.

@@ -28,8 +28,11 @@ errors."""
 RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 """Run names are valid in Kubernetes and inside a Redis hash tag."""
 
-PASSWORD = re.compile(r"(://[^:/@]*:).*(?=@)|([?&]password=)[^&]*")
-"""What `scheme://user:` precedes up to the last @, or a query's password."""
+QUERY_PASSWORD = re.compile(r"([?&]\w*password=)[^&]*")
+"""A password behind the question mark of a URL: `?sentinel_password=…`."""
+
+USER_PASSWORD = re.compile(r"(://[^:/@]*:).*(?=@)")
+"""What `scheme://user:` precedes up to the last @."""
 
 IDENTITY = (
     *("model", "data", "generation", "tools", "environments"),
@@ -207,6 +210,12 @@ class Trainer(Section):
     """Versions that a group's oldest token may be behind when a step admits it."""
     weight_sync_steps: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps per published version."""
+    stale: Literal["wait", "drop"] = "wait"
+    """What a step does about a group that would be stale in the next one: wait for it, or go on
+    without. To go on biases: long conversations are the late ones, so that what is trained on is
+    shorter than what the policy says."""
+    overdue_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest wait of one step for such groups; then it goes on without them."""
     token_budget: Annotated[int, Field(ge=16)] | None = None
     """Unique tokens of one packed row; `generator.max_model_len` by default, and never less."""
     trained_token_budget: Annotated[int, Field(ge=1)] | None = None
@@ -236,7 +245,9 @@ class Queue(Section):
     """The Redis-protocol server and the rules of delivery."""
 
     url: str | None = None
-    """`redis://…`, `rediss://…`. Without it `headrace run` starts an embedded server."""
+    """`redis://host:6379/0`, `unix:///path/of/socket`, `redis+sentinel://h1:26379,h2:26379/NAME` or
+    `redis+cluster://h1:6379,h2:6379`; `rediss` for TLS, `user:password@` before the host. Without
+    it `headrace run` starts an embedded server. More in docs/delivery.md."""
     claim_after_s: Annotated[float, Field(gt=0)] = 30.0
     """An entry not renewed for so long is taken over by another worker."""
     max_work_s: Annotated[float, Field(gt=0)] = 3600.0
@@ -466,5 +477,10 @@ def dump_toml(recipe: Recipe, *, hide_passwords: bool = False) -> str:
     if hide_passwords:
         for section, key in HOLDS_PASSWORD:
             if key in tree[section]:
-                tree[section][key] = PASSWORD.sub(r"\1\2***", tree[section][key])
+                tree[section][key] = without_passwords(tree[section][key])
     return recipe_text.write(tree)
+
+
+def without_passwords(url: str) -> str:
+    """A URL for people and logs: `redis://me:secret@host` is `redis://me:***@host`."""
+    return USER_PASSWORD.sub(r"\1***", QUERY_PASSWORD.sub(r"\1***", url))

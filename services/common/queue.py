@@ -9,18 +9,17 @@ noeviction`.
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import redis.asyncio
 import redis.exceptions
-import structlog
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
+from services.common.config import without_passwords
 from services.common.errors import UserError
+from services.common.queue_outages import Outages, is_outage
+from services.common.queue_servers import follows, open_client
 from services.common.recorder import Recorder
 
 GROUP = "hr"
@@ -30,24 +29,11 @@ BLOCK_S = 1.0
 """A blocking read ends after so long; the socket's own timeout is far above it, so an empty read
 is no error."""
 
-SOCKET_TIMEOUT_S = 15.0
-"""A server that does not answer for so long counts as away."""
-
-MAX_CONNECTIONS = 32
-"""Of one client. A call beyond them waits for its turn: redis-py's default is an error, which would
-read as an outage when a hundred results are handed off at once."""
-
 MAX_BACKOFF_S = 5.0
 """Longest pause between two attempts to reach the server."""
 
-AWAY = (
-    redis.exceptions.ConnectionError,
-    redis.exceptions.TimeoutError,
-    redis.exceptions.BusyLoadingError,
-    redis.exceptions.ReadOnlyError,
-    OSError,
-)
-"""What an absent, restarting or failing-over server raises."""
+MISSING_TRIES = 5
+"""How often in a row a missing stream or group is created without a word."""
 
 CLOCK_TOLERANCE_S = 1.0
 """How far the server's clock and ours may drift apart in one run."""
@@ -99,20 +85,30 @@ SCRIPTS = _load_scripts()
 
 
 class QueueClient:
-    """A connection for one run: scripts by name, retried through outages with jittered back-off.
+    """A connection for one run: scripts by name, repeated through outages with jittered back-off.
 
-    `unavailable_until_s` says until when nobody may take over entries: idle times count a server's
+    `no_takeover_before_s` says until when nobody may take over entries: idle times count a server's
     downtime, so after each outage all workers are given `claim_after_s` to renew what they hold.
     """
 
     def __init__(self, client: Any, run: str, *, claim_after_s: float) -> None:
         self.raw = client
         self.keys = Keys(run)
-        self.recorder: Recorder | None = None
+        self.outages = Outages()
         self.no_takeover_before_s = 0.0
         self.reconnects = 0
         self._claim_after_s = claim_after_s
         self._scripts = {name: client.register_script(text) for name, text in SCRIPTS.items()}
+        client.boot.on_change = self._reconnected
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who is told how long the server was away."""
+        return self.outages.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self.outages.recorder = recorder
 
     async def script(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         """Run a script, again after outages until the server answers; bytes become str, nested
@@ -123,43 +119,61 @@ class QueueClient:
         return _text(await self.call(lambda: self._scripts[script](keys=keys, args=arguments)))
 
     async def call(self, command: Callable[[], Awaitable[T]]) -> T:
-        """Await `command()`, again after outages; missing streams or groups are created and the
-        command repeated."""
-        away_since_s: float | None = None
-        told_s = 0.0
-        tries = 0
-        while True:
-            try:
-                answer = await command()
-            except redis.exceptions.AuthenticationError as error:
-                raise UserError(
-                    f"queue.url: the queue server refuses the credentials ({error})"
-                ) from None
-            except redis.exceptions.ResponseError as error:
-                if not str(error).startswith("NOGROUP") or tries > 5:
-                    raise
-                await self.create_groups()
-            except AWAY as error:
-                now = time.monotonic()
-                away_since_s = away_since_s or now
-                if now - told_s > 10:
-                    told_s = now
-                    structlog.get_logger().warning("queue server away", error=str(error)[:200])
-            else:
-                if away_since_s is not None:
-                    self._back(time.monotonic() - away_since_s)
-                return answer
-            tries += 1
-            await asyncio.sleep(
-                random.uniform(0.5, 1.0) * min(MAX_BACKOFF_S, 0.05 * 2 ** min(tries, 8))
-            )
+        """Await `command()`, again after outages until the server answers; missing streams or
+        groups are created and the command repeated.
 
-    def _back(self, away_s: float) -> None:
+        waits_for: a server that works. unblocked_by: pauses of at most MAX_BACKOFF_S.
+        Raises UserError when the server refuses the credentials, or is not what the URL says.
+        """
+        waiting = missing = False
+        tries = 0
+        try:
+            while True:
+                try:
+                    if missing:
+                        await self.create_groups()
+                        missing = False
+                    answer = await command()
+                except (redis.exceptions.RedisError, OSError) as error:
+                    self._raise_if_hopeless(error)
+                    missing = str(error).startswith("NOGROUP")
+                    # Groups that are missing again and again are no start and no restart.
+                    if not waiting and (not missing or tries >= MISSING_TRIES):
+                        waiting = True
+                        self.outages.begin()
+                    if waiting:
+                        self.outages.failed(error)
+                        self._no_takeover()
+                else:
+                    if waiting:
+                        self._reconnected()
+                    return answer
+                tries += 1
+                await asyncio.sleep(backoff_s(tries))
+        finally:
+            if waiting:
+                self.outages.end()
+
+    def _reconnected(self) -> None:
         self.reconnects += 1
+        self._no_takeover()
+
+    def _no_takeover(self) -> None:
         self.no_takeover_before_s = time.monotonic() + self._claim_after_s
-        structlog.get_logger().warning("queue server back", away_s=round(away_s, 1))
-        if self.recorder is not None:
-            self.recorder.count("queue/unavailable_s", away_s)
+
+    def _raise_if_hopeless(self, error: redis.exceptions.RedisError | OSError) -> None:
+        """Let errors through that no repetition will mend."""
+        if isinstance(error, redis.exceptions.AuthenticationError):
+            raise UserError(
+                f"queue.url: the queue server refuses the credentials ({error})"
+            ) from None
+        if isinstance(error, redis.exceptions.MovedError) and not follows(self.raw):
+            raise UserError(
+                "queue.url: the server is a node of a cluster, and another one has the run's keys; "
+                "write redis+cluster://host:port,host:port"
+            ) from None
+        if not is_outage(error) and not str(error).startswith("NOGROUP"):
+            raise error
 
     async def create_groups(self) -> None:
         """Create all streams and their group at id 0, so that nothing added meanwhile is missed."""
@@ -183,46 +197,35 @@ def _text(value: Any) -> Any:
     return value
 
 
-def open_client(url: str) -> Any:
-    """A client for a URL; nothing is sent yet. Raises UserError for a malformed URL."""
-    try:
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=None,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=5.0,
-            health_check_interval=30,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-    except ValueError as error:
-        raise UserError(
-            f"queue.url: {url!r} is not a Redis URL ({error}); write redis://host:port/0"
-        ) from None
-    return redis.asyncio.Redis.from_pool(pool)
-
-
 async def connect(
     url: str | None,
     *,
     run: str,
     claim_after_s: float,
     waiting: Callable[[str], None] = lambda text: None,
+    details: MutableMapping[str, str] | None = None,
 ) -> QueueClient:
     """Reach the server, waiting for it as long as it takes; check that it will not evict, and
     create the groups.
 
-    `waiting` is told what is waited for. Raises UserError when the server's policy could lose
-    entries, when it is too old, or when it refuses the credentials.
+    `waiting` is told what is waited for; `details` have an entry `queue` while the server is away,
+    also later. Raises UserError when the server's policy could lose entries, when it is too old, or
+    when it refuses the credentials.
     """
     if url is None:
         raise UserError("queue.url is not set: give the Redis URL of the run's queue server")
-    client = QueueClient(open_client(url), run, claim_after_s=claim_after_s)
-    waiting(f"waiting for the queue server at {url.split('@')[-1]}")
+    client = QueueClient(open_client(url, run=run), run, claim_after_s=claim_after_s)
+    if details is not None:
+        client.outages.details = details
+    waiting(f"waiting for the queue server at {without_passwords(url)}")
     await client.call(client.raw.ping)
     memory = await client.call(lambda: client.raw.info("memory"))
     server = await client.call(lambda: client.raw.info("server"))
+    if "sentinel" in (server.get("redis_mode"), server.get("server_mode")):
+        raise UserError(
+            "queue.url: a Sentinel answers there; write redis+sentinel://host:port/NAME, with the "
+            "name that it knows the primary by"
+        )
     policy = memory.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         raise UserError(
@@ -235,3 +238,13 @@ async def connect(
     await client.call(client.create_groups)
     client.no_takeover_before_s = 0.0
     return client
+
+
+def backoff_s(tries: int) -> float:
+    """A jittered pause after the given number of failures.
+
+    Example: 0.05 to 0.1 s after the first, 0.1 to 0.2 s after the second, 2.5 to 5 s from the
+    seventh on: within 10 s a server is asked about a dozen times.
+    """
+    longest_s: float = min(MAX_BACKOFF_S, 0.05 * 2 ** min(tries, 8))
+    return random.uniform(0.5, 1.0) * longest_s

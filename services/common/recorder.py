@@ -11,6 +11,7 @@ a denominator, a key used with two instruments, a value that is no number) are c
 """
 
 import math
+import random
 import threading
 import time
 import uuid
@@ -107,6 +108,10 @@ class Recorder:
         self._waiting: deque[_Batch] = deque()
         self._trouble: str | None = None
         self._closing = threading.Event()
+        self._wake = threading.Event()
+        """The thread has something to do before its interval is over."""
+        self._flushed = threading.Condition()
+        self._flushes, self._flushes_done = 0, 0
         self._give_up_s = math.inf
         self._thread: threading.Thread | None = None
         if self._stub is not None:
@@ -189,11 +194,27 @@ class Recorder:
         busy time."""
         self._samplers.append(sampler)
 
+    def flush(self, timeout_s: float) -> bool:
+        """Send what has been recorded so far now; True when the aggregator has acknowledged it
+        within `timeout_s`, False at once while it is known to be away.
+        """
+        if self._thread is None:
+            return True
+        with self._flushed:
+            self._flushes += 1
+            mine = self._flushes
+            self._wake.set()
+            self._flushed.wait_for(
+                lambda: self._flushes_done >= mine or self._trouble is not None, timeout_s
+            )
+            return self._flushes_done >= mine
+
     def close(self, timeout_s: float = 5.0) -> bool:
         """Send what is left; True when the aggregator has acknowledged everything within
         `timeout_s`."""
         self._give_up_s = time.monotonic() + timeout_s
         self._closing.set()
+        self._wake.set()
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -256,11 +277,19 @@ class Recorder:
         closing = False
         while True:
             if not closing:  # samplers of a closing process may look at what is gone
-                closing = self._closing.wait(self._settings.flush_s)
+                # Not all producers of a run at once, also when an aggregator comes back.
+                self._wake.wait(self._settings.flush_s * random.uniform(0.8, 1.2))
+                self._wake.clear()
+                closing = self._closing.is_set()
                 self._sample()
+            wanted = self._flushes
             self._close_batch()
             while self._waiting and self._send(self._waiting[0]):
                 self._waiting.popleft()
+            with self._flushed:
+                if not self._waiting:
+                    self._flushes_done = wanted
+                self._flushed.notify_all()
             if closing:
                 left = self._waiting or self._open or self._events
                 if not left or time.monotonic() >= self._give_up_s:

@@ -15,6 +15,7 @@ import contextlib
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -23,6 +24,7 @@ from typing import Any, Literal, Self
 import structlog
 
 from services.common.config import Queue
+from services.common.hand_offs import HandOffs
 from services.common.lifecycle import cancel
 from services.common.queue import (
     BLOCK_S,
@@ -108,6 +110,7 @@ class Stage:
         self._name = name
         self._settings, self._capacity, self._recorder = settings, capacity, recorder
         self._held: dict[tuple[str, str], Entry] = {}
+        self._hand_offs = HandOffs(client)
         self._next_takeover_s = 0.0
         self._reconnects = client.reconnects
         self._renewal: asyncio.Task[None] | None = None
@@ -125,18 +128,19 @@ class Stage:
     ) -> None:
         if self._renewal is not None:
             await cancel(self._renewal)
+        await self._hand_offs.close()
 
     @property
     def held(self) -> int:
         """Entries that this worker holds."""
         return len(self._held)
 
-    async def take(self, limit: int, *, version: int | None = None) -> list[Entry]:
+    async def take(self, limit: int, *, version: Callable[[], int] | None = None) -> list[Entry]:
         """Up to `limit` entries (evaluation first), waiting about a second for one; [] when none
         came.
 
-        `version` is the policy version that a generator serves now: it is noted as the one the
-        group began with.
+        `version` tells the policy version that a generator serves: it is asked when entries have
+        come, and noted as the one that their groups began with.
         """
         if self._renewal is not None and self._renewal.done():
             self._renewal.result()  # raises what ended it: without renewal nothing may be taken
@@ -148,7 +152,7 @@ class Stage:
             entries = await self._read(limit)
         if not entries:
             return []
-        return await self._begin(entries, version)
+        return await self._begin(entries, None if version is None else version())
 
     async def hand_off(self, entry: Entry, *, data: bytes, n: int) -> Outcome:
         """Add the result to the next stream and remove the entry, atomically; waits while the
@@ -203,10 +207,12 @@ class Stage:
         count = 0
         for stream in (self._name, EVALUATION_OF[self._name]):
             held = [e for (name, _), e in self._held.items() if name == stream]
-            pairs = [x for e in held for x in (e.entry_id, e.deliveries)]
+            triples = [x for e in held for x in (e.entry_id, e.deliveries, e.group_id)]
             idle_ms = int(self._settings.claim_after_s * 1000) + 1
             count += await self._client.script(
-                "give_back", [self._key(stream)], [self.consumer, idle_ms, *pairs]
+                "give_back",
+                [self._key(stream), self._keys.outstanding],
+                [self.consumer, idle_ms, *triples],
             )
             for entry in held:
                 entry.lost.set()
@@ -264,6 +270,8 @@ class Stage:
             chosen = await self._choose(stream, limit)
             taken = []
             for entry_id, deliveries in chosen:
+                if time.monotonic() < self._client.no_takeover_before_s:
+                    break  # the server was away meanwhile: idle times count that
                 entry = await self._claim(stream, entry_id, deliveries)
                 if entry is None:
                     continue
@@ -389,7 +397,7 @@ class Stage:
         ]
         pause_s = 0.01
         while True:
-            answer = await self._client.script("hand_off", keys, arguments)
+            answer = await self._hand_offs.send(keys, arguments, num_bytes=len(data))
             if answer != "full":
                 return self._ended(entry, answer)
             blocked = time.monotonic()

@@ -68,9 +68,16 @@ class GroupRunner:
         self.unfinished = 0
         """Conversations that hold a slot or wait for one."""
 
-    async def run(self, request: rollout_pb2.RolloutRequest, *, training: bool = True) -> Group:
+    async def run(
+        self,
+        request: rollout_pb2.RolloutRequest,
+        *,
+        training: bool = True,
+        too_old: asyncio.Event | None = None,
+    ) -> Group:
         """All conversations of the request. One that fails shrinks the group and is counted; a
-        dead engine raises, and a request that cannot be read raises wire.Malformed.
+        dead engine raises, and a request that cannot be read raises wire.Malformed. When it is
+        cancelled with `too_old` set, the conversations that still ran are counted.
 
         What is generated for training counts at once, whatever becomes of the conversation: tokens
         of one that fails, or of a group that is lost, have cost as much as any other.
@@ -94,6 +101,9 @@ class GroupRunner:
         finally:
             for task in tasks:
                 task.cancel()
+            cut_off = sum(task.cancelled() for task in tasks)
+            if cut_off and too_old is not None and too_old.is_set():
+                self._recorder.count("rollout/cancelled_total", cut_off)
         return self._collect(results, group_id=request.group_id)
 
     def _shared(self, request: rollout_pb2.RolloutRequest) -> "_Shared":

@@ -17,16 +17,17 @@ from google.protobuf.message import DecodeError
 from headrace.v1 import generator_pb2_grpc, metrics_pb2, rollout_pb2
 
 from services.common import grpc_kit, queue
-from services.common.background import unless
+from services.common.background import unless, within
 from services.common.command import Invocation
 from services.common.config import Recipe
 from services.common.lifecycle import Lifecycle, announce, cancel
 from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
 from services.generator import engine_environment, wire
+from services.generator.ages import Ages
 from services.generator.conversation import Generates, Setting
 from services.generator.equipment import equipped
-from services.generator.group import MIN_GROUP, GroupRunner
+from services.generator.group import MIN_GROUP, Group, GroupRunner
 from services.generator.servicer import Servicer
 from services.generator.serving import Loads, Serving
 from services.generator.slots import Slots
@@ -35,6 +36,9 @@ from services.generator.weights import PolicyClient
 
 DRAIN_S = 10.0
 """After SIGTERM: what finishes within this is handed off, the rest is given back."""
+
+GIVE_BACK_S = 5.0
+"""Longest time that giving back may take at the end."""
 
 FIRST_ANSWER_S = 600.0
 """The first request of an engine compiles; one that has not been answered by then is hung."""
@@ -142,6 +146,7 @@ class Replica:
             lifecycle.enter("compiling the first request")
             await engine.check(FIRST_ANSWER_S)
             serving = Serving(engine, client, recorder)
+            self._ages = Ages(client)
             begin = asyncio.create_task(serving.start(lifecycle.enter))
             try:
                 # A watch that ends has failed: no version would ever come.
@@ -174,6 +179,7 @@ class Replica:
             run=recipe.run,
             claim_after_s=settings.claim_after_s,
             waiting=lifecycle.enter,
+            details=lifecycle.details,
         )
         stage = Stage(
             connection,
@@ -202,12 +208,13 @@ class Replica:
     ) -> None:
         lifecycle = self._lifecycle
         follow = asyncio.create_task(serving.follow(lambda: self._give_back(stage)))
+        ageing = asyncio.create_task(self._ages.follow())
         probe = asyncio.create_task(_probe(engine))
         take = asyncio.create_task(self._take(stage, runner, slots, serving, recorder))
         stop = asyncio.create_task(lifecycle.stopping.wait())
         try:
             done, _ = await asyncio.wait(
-                {follow, probe, take, watch, stop}, return_when=asyncio.FIRST_COMPLETED
+                {follow, ageing, probe, take, watch, stop}, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done - {stop}:
                 task.result()  # raises what ended it
@@ -217,8 +224,9 @@ class Replica:
             if self._groups:
                 await asyncio.wait(self._groups, timeout=DRAIN_S)
         finally:
-            await self._give_back(stage)
-            await cancel(follow, probe, take, stop, *self._groups)
+            # Where the queue server is away its takeover does the same, later.
+            await within(GIVE_BACK_S, self._give_back(stage))
+            await cancel(follow, ageing, probe, take, stop, *self._groups)
 
     async def _take(
         self, stage: Stage, runner: GroupRunner, slots: Slots, serving: Serving, recorder: Recorder
@@ -256,7 +264,7 @@ class Replica:
                 await asyncio.sleep(0.005 if ready else 0.1)
                 continue
             self._lifecycle.enter("generating")
-            entries = await stage.take(max(1, -(-free // num)), version=serving.version)
+            entries = await stage.take(max(1, -(-free // num)), version=lambda: serving.version)
             slots.set_starving(not entries)
             for entry in entries:
                 self._starting.add(entry)
@@ -283,22 +291,58 @@ class Replica:
             return
         if entry.wait_s is not None and not entry.evaluation:
             recorder.observe("rollout/request_wait_s", entry.wait_s)
-        if not entry.evaluation:
-            self._event(recorder, request, metrics_pb2.GROUP_STATE_GENERATING)
+        if entry.evaluation:
+            group = await self._generate(stage, entry, request, runner)
+            if group is not None:
+                await self._hand_off(stage, entry, request, group, serving, recorder)
+            return
+        self._event(recorder, request, metrics_pb2.GROUP_STATE_GENERATING)
+        with self._ages.watched(began=serving.publishes) as too_old:
+            generating = self._generate(stage, entry, request, runner, too_old)
+            group = await unless(too_old, generating)
+            if group is not None:
+                handing = self._hand_off(stage, entry, request, group, serving, recorder)
+                await unless(too_old, handing)
+            # What was cut off within a hand-off may have been handed off: this then says so.
+            if too_old.is_set() and not entry.lost.is_set():
+                await stage.tombstone(entry, reason="stale")
+
+    async def _generate(
+        self,
+        stage: Stage,
+        entry: Entry,
+        request: rollout_pb2.RolloutRequest,
+        runner: GroupRunner,
+        too_old: asyncio.Event | None = None,
+    ) -> Group | None:
+        """The request's group; None when the entry was ended without one."""
         self._starting.discard(entry)  # in the same moment the runner counts its conversations
         try:
-            group = await runner.run(request, training=not entry.evaluation)
+            group = await runner.run(request, training=not entry.evaluation, too_old=too_old)
         except wire.Malformed as error:
             await stage.refuse(entry, reason=str(error))
-            return
+            return None
         self._handing.add(entry)
         runner.measure(group, evaluation=entry.evaluation)
         if len(group.conversations) < (1 if entry.evaluation else MIN_GROUP):
             await stage.tombstone(entry, reason="failed")
-            return
+            return None
         if group.versions is None:
             await stage.tombstone(entry, reason="no_trained_tokens")
-            return
+            return None
+        return group
+
+    async def _hand_off(
+        self,
+        stage: Stage,
+        entry: Entry,
+        request: rollout_pb2.RolloutRequest,
+        group: Group,
+        serving: Serving,
+        recorder: Recorder,
+    ) -> None:
+        """Pass a group on, once its newest version is proven."""
+        assert group.versions is not None
         message = wire.write_group(
             request,
             group.conversations,

@@ -10,6 +10,7 @@ It owns no streams and no conversations.
 """
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -61,6 +62,8 @@ class Serving:
         """The newest version whose canary has passed: results of newer tokens wait for it."""
         self.attempt = 0
         """That published the version served."""
+        self.publishes = 0
+        """The served version's place in the line of published weights."""
         self._proven_changed = asyncio.Condition()
         self._paused_s = 0.0
 
@@ -121,7 +124,7 @@ class Serving:
                 continue
             try:
                 times = await self._engine.load(path, target.version)
-                self.version = target.version
+                self.version, self.publishes = target.version, target.publishes
                 self._paused_s += times.pause_s
                 engine = await self._engine.row_logprobs(target.canary_rows)
                 gap = self._canary.gap(engine, target.canary_logprobs)
@@ -163,18 +166,19 @@ class Serving:
             path = await self._client.fetch(target)
         except TooOld as error:
             structlog.get_logger().info("fetch abandoned", why=str(error))
-            await asyncio.sleep(REFETCH_S)
+            await asyncio.sleep(REFETCH_S * random.uniform(0.5, 1.5))
             return None
         except FetchFailed as error:
             self._recorder.count("policy/fetch_failed_total")
             structlog.get_logger().error("fetch failed", why=str(error))
-            await asyncio.sleep(REFETCH_S)
+            await asyncio.sleep(REFETCH_S * random.uniform(0.5, 1.5))
             return None
         self._recorder.observe("perf/weight_sync_transfer_s", time.monotonic() - begin_s)
         return path
 
     async def _serve(self, target: Announcement, path: Path, times: LoadTimes, gap: float) -> None:
         self.version, self.attempt = target.version, target.attempt
+        self.publishes = target.publishes
         async with self._proven_changed:
             self.proven = target.version
             self._proven_changed.notify_all()

@@ -60,6 +60,8 @@ class Announcement:
     perturbed_logprobs: "np.ndarray[Any, Any]"
     """The same under the perturbed weights; empty where the trainer sent none."""
     max_staleness: int
+    publishes: int
+    """Its place in the line of published weights; see policy.proto."""
 
 
 def _announcement(answer: wire.WatchPolicyResponse) -> Announcement:
@@ -80,6 +82,7 @@ def _announcement(answer: wire.WatchPolicyResponse) -> Announcement:
             -1, tokens - 1
         ),
         max_staleness=answer.max_staleness,
+        publishes=version.publishes,
     )
 
 
@@ -166,6 +169,10 @@ class PolicyClient:
         """Wait until the latest announcement has the values of the load-path proof. The trainer
         computes them when a replica joins, and then announces the version again."""
         return await self._latest_that(lambda latest: latest.perturbed_logprobs.size > 0)
+
+    async def other_than(self, seen: Announcement | None) -> Announcement:
+        """Wait until another announcement than `seen` is the latest one."""
+        return await self._latest_that(lambda latest: latest is not seen)
 
     async def _latest_that(self, suits: Callable[[Announcement], bool]) -> Announcement:
         async with self._changed:

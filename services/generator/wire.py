@@ -5,7 +5,7 @@ from typing import Any
 
 from headrace.v1 import rollout_pb2
 
-from services.generator.types import CallResult, Conversation, Message, Sequence, Transitions, Turn
+from services.generator.types import CallResult, Conversation, Message, Transitions
 
 
 class Malformed(ValueError):
@@ -53,12 +53,12 @@ def _read_message(message: rollout_pb2.ChatMessage) -> Message:
     return read
 
 
-def write_message(message: Message) -> rollout_pb2.ChatMessage:
-    """The inverse of what read_prompt() does with one."""
-    return rollout_pb2.ChatMessage(
-        role=message["role"],
-        content=message["content"],
-        tool_calls=[
+def _fields(message: Message) -> dict[str, Any]:
+    """Of a ChatMessage: the inverse of what read_prompt() does with one."""
+    return {
+        "role": message["role"],
+        "content": message["content"],
+        "tool_calls": [
             rollout_pb2.ToolCall(
                 id=call["id"],
                 name=printable(call["function"]["name"]),
@@ -66,28 +66,17 @@ def write_message(message: Message) -> rollout_pb2.ChatMessage:
             )
             for call in message.get("tool_calls", ())
         ],
-        tool_call_id=message.get("tool_call_id", ""),
-        name=message.get("name", ""),
-        reasoning=message.get("reasoning_content", ""),
-    )
+        "tool_call_id": message.get("tool_call_id", ""),
+        "name": message.get("name", ""),
+        "reasoning": message.get("reasoning_content", ""),
+    }
 
 
 def write_rollout(conversation: Conversation, *, rollout_id: str) -> rollout_pb2.Rollout:
     """The message that scorers read."""
-    return rollout_pb2.Rollout(
-        rollout_id=rollout_id,
-        completion=[write_message(message) for message in conversation.completion],
-        turns=[_turn(turn) for turn in conversation.turns],
-        sequences=[_sequence(sequence) for sequence in conversation.sequences],
-        end_reason=conversation.end_reason,
-        duration_s=conversation.duration_s,
-        prompt=[write_message(message) for message in conversation.prompt or ()],
-        environment=conversation.environment,
-        environment_reward=conversation.environment_reward,
-        transitions=_transitions(conversation.transitions),
-        tool_s=conversation.tool_s,
-        env_s=conversation.env_s,
-    )
+    rollout = rollout_pb2.Rollout()
+    _fill(rollout, conversation, rollout_id=rollout_id)
+    return rollout
 
 
 def write_group(
@@ -101,28 +90,53 @@ def write_group(
     """The message for the `groups` stream. `versions` are the oldest and the newest over all
     trained tokens: the oldest decides the group's staleness.
     """
-    return rollout_pb2.RolloutGroup(
+    group = rollout_pb2.RolloutGroup(
         request=request,
-        rollouts=[
-            write_rollout(conversation, rollout_id=f"{request.group_id}/{generation}")
-            for generation, conversation in conversations.items()
-        ],
         failed=failed,
         oldest_version=versions[0],
         newest_version=versions[1],
         producer=producer,
     )
+    for generation, conversation in conversations.items():
+        _fill(group.rollouts.add(), conversation, rollout_id=f"{request.group_id}/{generation}")
+    return group
 
 
-def _turn(turn: Turn) -> rollout_pb2.Turn:
-    return rollout_pb2.Turn(
-        num_prompt_tokens=turn.num_prompt_tokens,
-        num_generated_tokens=turn.num_generated_tokens,
-        text=turn.text,
-        finish_reason=turn.finish_reason,
-        duration_s=turn.duration_s,
-        calls=[_call(result) for result in turn.calls],
-    )
+def _fill(rollout: rollout_pb2.Rollout, conversation: Conversation, *, rollout_id: str) -> None:
+    """Write a conversation where it is to be: a message that is given to another as a part of it is
+    encoded and read again, all its tokens included.
+    """
+    rollout.rollout_id = rollout_id
+    rollout.end_reason = conversation.end_reason
+    rollout.duration_s = conversation.duration_s
+    rollout.environment = conversation.environment
+    if conversation.environment_reward is not None:
+        rollout.environment_reward = conversation.environment_reward
+    rollout.tool_s, rollout.env_s = conversation.tool_s, conversation.env_s
+    for message in conversation.completion:
+        rollout.completion.add(**_fields(message))
+    for message in conversation.prompt or ():
+        rollout.prompt.add(**_fields(message))
+    for turn in conversation.turns:
+        rollout.turns.add(
+            num_prompt_tokens=turn.num_prompt_tokens,
+            num_generated_tokens=turn.num_generated_tokens,
+            text=turn.text,
+            finish_reason=turn.finish_reason,
+            duration_s=turn.duration_s,
+            calls=[_call(result) for result in turn.calls],
+        )
+    rollout.transitions.CopyFrom(_transitions(conversation.transitions))
+    for sequence in conversation.sequences:
+        rollout.sequences.add(
+            token_ids=sequence.token_ids.astype("<u4", copy=False).tobytes(),
+            trained_mask=sequence.trained_mask.astype("u1", copy=False).tobytes(),
+            logprobs=sequence.logprobs.astype("<f4", copy=False).tobytes(),
+            spans=[
+                rollout_pb2.VersionSpan(version=span.version, start=span.start, end=span.end)
+                for span in sequence.spans
+            ],
+        )
 
 
 def _call(result: CallResult) -> rollout_pb2.CallResult:
@@ -135,18 +149,6 @@ def _call(result: CallResult) -> rollout_pb2.CallResult:
         declared=result.declared,
         by_environment=result.by_environment,
         duration_s=result.duration_s,
-    )
-
-
-def _sequence(sequence: Sequence) -> rollout_pb2.Sequence:
-    return rollout_pb2.Sequence(
-        token_ids=sequence.token_ids.astype("<u4").tobytes(),
-        trained_mask=sequence.trained_mask.astype("u1").tobytes(),
-        logprobs=sequence.logprobs.astype("<f4").tobytes(),
-        spans=[
-            rollout_pb2.VersionSpan(version=span.version, start=span.start, end=span.end)
-            for span in sequence.spans
-        ],
     )
 
 

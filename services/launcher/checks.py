@@ -8,13 +8,16 @@ from services.common import plugins
 from services.common.config import Recipe
 from services.common.errors import UserError
 from services.common.grpc_kit import read_token
+from services.common.queue_url import read_url
 from services.launcher import tiny_model
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise UserError for what can be seen without reaching anything: reward functions, tools,
-    environments, model, data, memory.
+    """Raise UserError for what can be seen without reaching anything: the queue's URL, reward
+    functions, tools, environments, model, data, memory.
     """
+    if recipe.queue.url is not None:
+        read_url(recipe.queue.url)
     plugins.load_rewards(recipe.rewards)
     if recipe.tools.functions or recipe.environments.classes:
         # Here, since it imports transformers, which takes seconds.

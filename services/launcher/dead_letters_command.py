@@ -13,9 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from services.common import config
+from services.common.config import without_passwords
 from services.common.dead_letters import LETTER_ID, DeadLetters, Letter, decode
 from services.common.errors import UserError
-from services.common.queue import QueueClient, open_client
+from services.common.queue import QueueClient
+from services.common.queue_servers import open_client
+from services.common.queue_url import SCHEMES
 from services.launcher import embedded_queue
 from services.launcher.errors import RunFailed
 from services.launcher.figures import ABSENT, ago, whole
@@ -23,8 +26,6 @@ from services.launcher.tables import plain_table, say, show_table
 
 ANSWER_WITHIN_S = 60.0
 """How long the queue server may take for one command."""
-
-URL_SCHEMES = ("redis://", "rediss://", "unix://")
 
 SETTLED = (
     "the trainer has settled group {group} already: its prompt was due again as another try, or "
@@ -49,12 +50,14 @@ def find(where: str, *, run: str | None) -> Place:
 
     Raises UserError.
     """
-    if where.startswith(URL_SCHEMES):
+    if where.startswith(SCHEMES):
         if run is None:
             raise UserError("--run: with a queue's URL the run's name is needed, too")
         return Place(where, run)
     if "://" in where:
-        raise UserError(f"QUEUE: {where} is no queue's URL; write redis://host:port/0")
+        raise UserError(
+            f"QUEUE: {without_passwords(where)} is no queue's URL; write redis://host:port/0"
+        )
     overrides = [] if run is None else [f"run={run}"]
     recipe = config.load(Path(where), overrides=overrides)
     if recipe.queue.url is not None:
@@ -224,33 +227,33 @@ def _ask(place: Place, work: Callable[[DeadLetters], Awaitable[T]]) -> T:
 
 
 async def _asked(place: Place, work: Callable[[DeadLetters], Awaitable[T]]) -> T:
-    _check_reachable(place)
-    client = QueueClient(open_client(place.url), place.run, claim_after_s=0)
+    await _check_reachable(place)
+    client = QueueClient(open_client(place.url, run=place.run), place.run, claim_after_s=0)
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             keys = (client.keys.clock, client.keys.dead)
             if not await client.call(lambda: client.raw.exists(*keys)):
                 raise UserError(
-                    f"--run: the queue server at {embedded_queue.shown(place.url)} knows no run "
+                    f"--run: the queue server at {without_passwords(place.url)} knows no run "
                     f"{place.run!r}"
                 )
             return await work(DeadLetters(client))
     except TimeoutError:
         raise RunFailed(
-            f"the queue server at {embedded_queue.shown(place.url)} does not answer any more; what "
+            f"the queue server at {without_passwords(place.url)} does not answer any more; what "
             "was asked may have been done"
         ) from None
     finally:
         await client.close()
 
 
-def _check_reachable(place: Place) -> None:
+async def _check_reachable(place: Place) -> None:
     try:
-        embedded_queue.check(place.url)
+        await embedded_queue.reach(place.url, run=place.run)
     except UserError as error:
         if not place.embedded:
             raise
         raise UserError(
             f"QUEUE: the queue server of run {place.run} does not run: `headrace run` starts it, "
-            f"and ends it with the run ({embedded_queue.shown(place.url)})"
+            f"and ends it with the run ({without_passwords(place.url)})"
         ) from error

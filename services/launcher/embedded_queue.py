@@ -6,13 +6,17 @@ most the last second.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any
 
 import redis
 import redis.asyncio
 
+from services.common.config import without_passwords
 from services.common.errors import UserError
+from services.common.queue_servers import open_client
 
 REACH_S = 3.0
 """How long a server given by the user may take to answer."""
@@ -87,60 +91,60 @@ async def answers(url: str) -> bool:
         await client.aclose()
 
 
-def check(url: str | None) -> None:
+def check(url: str | None, *, run: str) -> None:
     """Raise UserError unless a server answers at `url`, or, without one, can be started here."""
     if url is None:
         binary()
         return
-    with _client(url) as client:
+    asyncio.run(reach(url, run=run))
+
+
+async def reach(url: str, *, run: str) -> None:
+    """Raise UserError unless the server of `run` answers at `url`."""
+    async with _client(url, run) as client:
         try:
-            client.ping()
+            await client.ping()
         except (redis.RedisError, OSError) as error:
             why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
             raise UserError(
-                f"queue.url: no queue server answers at {shown(url)} ({why}); "
+                f"queue.url: no queue server answers at {without_passwords(url)} ({why}); "
                 "start it, or leave queue.url out for an embedded one"
             ) from None
 
 
 def has_keys(url: str, *, run: str) -> bool:
     """Whether the server holds keys of an earlier run of this name."""
-    with _client(url) as client:
-        return next(client.scan_iter(match=_pattern(run), count=1000), None) is not None
+    return asyncio.run(_has_keys(url, run))
 
 
 def delete_keys(url: str, *, run: str) -> int:
     """Delete all keys of a run; how many there were."""
+    return asyncio.run(_delete_keys(url, run))
+
+
+async def _has_keys(url: str, run: str) -> bool:
+    async with _client(url, run) as client:
+        return [key async for key in _keys(client, run)] != []
+
+
+async def _delete_keys(url: str, run: str) -> int:
     deleted = 0
-    with _client(url) as client:
-        batch: list[bytes] = []
-        for key in client.scan_iter(match=_pattern(run), count=1000):
-            batch.append(key)
-            if len(batch) == DELETE_BATCH:
-                deleted += client.unlink(*batch)
-                batch = []
-        if batch:
-            deleted += client.unlink(*batch)
+    async with _client(url, run) as client:
+        keys = [key async for key in _keys(client, run)]
+        for first in range(0, len(keys), DELETE_BATCH):
+            deleted += await client.unlink(*keys[first : first + DELETE_BATCH])
     return deleted
 
 
-def shown(url: str) -> str:
-    """The URL without its password."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    name = f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}"
-    return urlunsplit(parts._replace(netloc=name))
+def _keys(client: Any, run: str) -> AsyncIterator[bytes]:
+    found: AsyncIterator[bytes] = client.scan_iter(match=f"hr:{{{run}}}:*", count=1000)
+    return found
 
 
-def _client(url: str) -> "redis.Redis":
+@asynccontextmanager
+async def _client(url: str, run: str) -> AsyncIterator[Any]:
+    client = open_client(url, run=run, timeout_s=REACH_S)
     try:
-        return redis.Redis.from_url(url, socket_connect_timeout=REACH_S, socket_timeout=REACH_S)
-    except ValueError as error:
-        raise UserError(
-            f"queue.url: {shown(url)!r} is not a Redis URL ({error}); write redis://host:port/0"
-        ) from None
-
-
-def _pattern(run: str) -> str:
-    return f"hr:{{{run}}}:*"
+        yield client
+    finally:
+        await client.aclose()

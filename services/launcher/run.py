@@ -20,7 +20,7 @@ import httpx
 from rich.console import Console
 
 from services.common import config, experiment
-from services.common.config import Recipe
+from services.common.config import Recipe, without_passwords
 from services.common.errors import UserError
 from services.common.grpc_kit import read_token
 from services.launcher import (
@@ -107,7 +107,7 @@ def run(
         )
         return 0
     checks.check_recipe(recipe)
-    embedded_queue.check(recipe.queue.url)
+    embedded_queue.check(recipe.queue.url, run=recipe.run)
     ports.check_http_port(recipe)
     if not fresh and before is None:
         _check_no_such_run(recipe)
@@ -154,7 +154,7 @@ def _check_no_such_run(recipe: Recipe) -> None:
     url = recipe.queue.url
     if url is not None and embedded_queue.has_keys(url, run=recipe.run):
         raise UserError(
-            f"run: the queue server at {embedded_queue.shown(url)} already holds a run named "
+            f"run: the queue server at {without_passwords(url)} already holds a run named "
             f"{recipe.run}; choose another name, or start over with --fresh"
         )
 

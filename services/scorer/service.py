@@ -15,10 +15,11 @@ import structlog
 from headrace.v1 import metrics_pb2, rollout_pb2, scorer_pb2, scorer_pb2_grpc
 
 from services.common import grpc_kit, lifecycle, queue, workers
-from services.common.background import unless
+from services.common.background import guarded, unless, within
 from services.common.command import Invocation
 from services.common.config import Recipe
 from services.common.errors import UserError
+from services.common.readiness import ready_while
 from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
 from services.scorer import rewards, scoring, wire
@@ -188,12 +189,11 @@ async def run_stage(
         for task in (*running, stopping):
             task.cancel()
         await asyncio.gather(*running, stopping, return_exceptions=True)
-        try:
-            async with asyncio.timeout(GIVE_BACK_S):
-                num_returned = await stage.give_back()
-            structlog.get_logger().info("drained", groups_given_back=num_returned)
-        except TimeoutError:
+        num_returned = await within(GIVE_BACK_S, stage.give_back())
+        if num_returned is None:
             structlog.get_logger().warning("the queue server is away: groups were not given back")
+        else:
+            structlog.get_logger().info("drained", groups_given_back=num_returned)
 
 
 async def take(stage: Stage, stopping: "asyncio.Task[Any]", *, limit: int) -> list[Entry]:
@@ -256,8 +256,8 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
                 recorder=recorder,
             )
             async with stage:
-                await state.set_ready(True)
-                await run_stage(scorer, stage, state, max_groups=recipe.scorer.max_groups)
+                working = run_stage(scorer, stage, state, max_groups=recipe.scorer.max_groups)
+                await guarded(working, ready_while(state, lambda: not client.outages.lasts))
             await client.close()
     finally:
         await state.set_ready(False)
@@ -277,6 +277,7 @@ async def prepare(
         run=recipe.run,
         claim_after_s=recipe.queue.claim_after_s,
         waiting=state.enter,
+        details=state.details,
     )
     state.enter("starting the workers of the reward functions")
     try:

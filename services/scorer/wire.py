@@ -3,18 +3,24 @@ group is written.
 """
 
 import json
+from operator import itemgetter
 from typing import Any
 
 from google.protobuf.message import DecodeError
 from headrace.v1 import rollout_pb2, sample_pb2
 
-from services.common.sequences import broken_invariant
+from services.common.sequences import BrokenSequence, batches, read_sequences
 from services.scorer.conversations import Conversation, Conversations, Message
 from services.scorer.scoring import Judgement
 
 MAX_NESTING = 100
 """Deepest arguments of a tool call: Python's json and copy give up at a few hundred levels, in the
 middle of a call of a reward function."""
+
+END_REASONS = {
+    value: name.removeprefix("END_REASON_").lower() for name, value in rollout_pb2.EndReason.items()
+} | {rollout_pb2.END_REASON_UNSPECIFIED: ""}
+"""As reward functions are told."""
 
 
 class Malformed(ValueError):
@@ -42,10 +48,17 @@ def check_group(group: rollout_pb2.RolloutGroup) -> None:
         if rollout.rollout_id in seen:
             raise Malformed(f"rollout {rollout.rollout_id!r} is there twice")
         seen.add(rollout.rollout_id)
-        for index, sequence in enumerate(rollout.sequences):
-            broken = broken_invariant(sequence)
-            if broken:
-                raise Malformed(f"rollout {rollout.rollout_id!r}, sequence {index}: {broken}")
+    placed = [
+        (rollout.rollout_id, index, sequence)
+        for rollout in group.rollouts
+        for index, sequence in enumerate(rollout.sequences)
+    ]
+    for batch in batches(placed, sequence_of=itemgetter(2)):
+        try:
+            read_sequences(sequence for _, _, sequence in batch)
+        except BrokenSequence as error:
+            rollout_id, index, _ = batch[error.index]
+            raise Malformed(f"rollout {rollout_id!r}, sequence {index}: {error}") from None
 
 
 def read_conversations(group: rollout_pb2.RolloutGroup) -> Conversations:
@@ -80,11 +93,9 @@ def _conversation(rollout: rollout_pb2.Rollout, *, asked: list[Message]) -> Conv
 
 def _end_reason(value: "rollout_pb2.EndReason.ValueType", *, where: str) -> str:
     """END_REASON_TURNS -> "turns"; empty where it was not given."""
-    if value == rollout_pb2.END_REASON_UNSPECIFIED:
-        return ""
-    if value not in rollout_pb2.EndReason.values():
+    if value not in END_REASONS:
         raise Malformed(f"{where}: there is no end reason {value}")
-    return rollout_pb2.EndReason.Name(value).removeprefix("END_REASON_").lower()
+    return END_REASONS[value]
 
 
 def _message(message: rollout_pb2.ChatMessage, *, where: str) -> Message:
@@ -163,7 +174,9 @@ def write_scored(
         if evaluation or judgement.totals[position] is None:
             continue
         for index, sequence in enumerate(rollout.sequences):
-            scored.samples.add(
-                rollout_id=rollout.rollout_id, index=index, sequence=sequence, advantage=advantage
+            sample = scored.samples.add(
+                rollout_id=rollout.rollout_id, index=index, advantage=advantage
             )
+            # As an argument of add() it would be encoded and read again.
+            sample.sequence.CopyFrom(sequence)
     return scored

@@ -5,15 +5,18 @@ Pure: wire bytes in, dataclasses out. Staleness is decided once for a whole grou
 token.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from headrace.v1 import rollout_pb2, sample_pb2
+from headrace.v1 import sample_pb2
+from numpy.typing import NDArray
 
-from services.common.sequences import broken_invariant
+from services.common.sequences import BrokenSequence, Tokens, batches, read_sequences
 from services.trainer.types import TrainSample
 
 MAX_LAG = int(np.iinfo(np.int16).max)
@@ -83,8 +86,11 @@ def admit(data: bytes, *, group_id: str, policy: Policy) -> AdmittedGroup:
     spans = {span.version for sample in group.samples for span in sample.sequence.spans}
     _check_line({group.oldest_version, group.newest_version} | spans, policy)
     staleness = policy.staleness(group.oldest_version)
-    parsed = [_sample(sample, policy) for sample in group.samples]
-    samples = tuple(sample for sample in parsed if sample is not None)
+    samples = tuple(
+        sample
+        for batch in batches(group.samples, sequence_of=attrgetter("sequence"))
+        for sample in _samples(batch, policy)
+    )
     if staleness > policy.max_staleness:
         raise Refused("stale", samples)
     if not samples:
@@ -103,44 +109,58 @@ def _check_line(versions: set[int], policy: Policy) -> None:
         raise Refused("dead_lineage")
 
 
-def _sample(sample: sample_pb2.Sample, policy: Policy) -> TrainSample | None:
-    """None for a sequence of which nothing is trained."""
-    broken = broken_invariant(sample.sequence)
-    if broken:
-        raise Poison(f"sample {sample.rollout_id!r}/{sample.index}: {broken}")
-    if not np.isfinite(sample.advantage):
-        raise Poison(f"sample {sample.rollout_id!r}: its advantage is {sample.advantage}")
-    sequence = sample.sequence
-    token_ids = np.frombuffer(sequence.token_ids, "<u4").astype(np.int64)
-    mask = np.frombuffer(sequence.trained_mask, np.uint8).astype(bool)
-    if token_ids.max() >= policy.vocab_size:
+def _samples(batch: list[sample_pb2.Sample], policy: Policy) -> list[TrainSample]:
+    """The samples of which something is trained; their arrays are slices of common ones."""
+    try:
+        tokens = read_sequences(sample.sequence for sample in batch)
+    except BrokenSequence as error:
+        broken = batch[error.index]
+        raise Poison(f"sample {broken.rollout_id!r}/{broken.index}: {error}") from None
+    largest = tokens.token_ids.max()
+    if largest >= policy.vocab_size:
+        strange = batch[tokens.index_at(int(tokens.token_ids.argmax()))]
         raise Poison(
-            f"sample {sample.rollout_id!r}: token {token_ids.max()} is outside the model's "
-            f"vocabulary of {policy.vocab_size}"
+            f"sample {strange.rollout_id!r}: token {largest} is outside the model's vocabulary of "
+            f"{policy.vocab_size}"
         )
-    lags = _lags(sequence, mask, policy)
-    if not mask.any():
-        return None
-    return TrainSample(
-        rollout_id=sample.rollout_id,
-        token_ids=token_ids,
-        trained_mask=mask,
-        logprobs=np.frombuffer(sequence.logprobs, "<f4").astype(np.float32),
-        advantage=sample.advantage,
-        lags=lags,
-    )
+    lags = _lags(batch, tokens, policy)
+    token_ids = tokens.token_ids.astype(np.int64)
+    mask = tokens.trained_mask.view(np.bool_)
+    num_trained = np.add.reduceat(mask, tokens.starts[:-1], dtype=np.int64)
+    samples = []
+    for sample, (start, end), trained in zip(
+        batch, pairwise(tokens.starts), num_trained.tolist(), strict=True
+    ):
+        advantage = sample.advantage
+        if not math.isfinite(advantage):
+            raise Poison(f"sample {sample.rollout_id!r}: its advantage is {advantage}")
+        if not trained:
+            continue
+        samples.append(
+            TrainSample(
+                rollout_id=sample.rollout_id,
+                token_ids=token_ids[start:end],
+                trained_mask=mask[start:end],
+                logprobs=tokens.logprobs[start:end],
+                advantage=advantage,
+                lags=lags[start:end],
+            )
+        )
+    return samples
 
 
-def _lags(
-    sequence: rollout_pb2.Sequence, mask: "np.ndarray[Any, np.dtype[np.bool_]]", policy: Policy
-) -> "np.ndarray[Any, np.dtype[np.int16]]":
+def _lags(batch: list[sample_pb2.Sample], tokens: Tokens, policy: Policy) -> NDArray[np.int16]:
     """Optimizer steps between the weights of each token and the current ones; 0 for context."""
-    lags = np.full(mask.shape, -1, np.int16)
-    lags[~mask] = 0
-    for span in sequence.spans:
-        part = slice(span.start, span.end)
-        lag = min(policy.step - policy.step_of[span.version], MAX_LAG)
-        lags[part] = np.where(mask[part], lag, 0)
-    if (lags < 0).any():
-        raise Poison("its version spans do not cover the trained tokens")
+    lags = np.full(tokens.trained_mask.shape, -1, np.int16)
+    for sample, (start, end) in zip(batch, pairwise(tokens.starts), strict=True):
+        for span in sample.sequence.spans:
+            # No span reaches into the next sample.
+            part = slice(start + span.start, min(start + span.end, end))
+            lags[part] = min(policy.step - policy.step_of[span.version], MAX_LAG)
+    lags *= tokens.trained_mask
+    if lags.min() < 0:
+        sample = batch[tokens.index_at(int(lags.argmin()))]
+        raise Poison(
+            f"sample {sample.rollout_id!r}: its version spans do not cover the trained tokens"
+        )
     return lags

@@ -32,6 +32,17 @@ BUDGET = (
 )
 """Disjoint parts of a step; what is left is unaccounted_s."""
 
+RECORDED_EACH_STEP = (
+    "rollout_wait_s",
+    "straggler_wait_s",
+    "data_s",
+    "fwd_s",
+    "fwd_bwd_s",
+    "optimizer_s",
+    "weight_sync_s",
+)
+"""Checkpoints and evaluations are recorded when there is one."""
+
 
 @dataclass
 class StepTimes:
@@ -141,7 +152,7 @@ def record_step(
 
 
 def _record_times(record: Recorder, step: int, result: StepResult, times: StepTimes) -> None:
-    for part in ("rollout_wait_s", "data_s", "fwd_s", "fwd_bwd_s", "optimizer_s", "weight_sync_s"):
+    for part in RECORDED_EACH_STEP:
         record.observe(f"perf/{part}", getattr(times, part), step=step)
     record.observe("perf/rank_fwd_bwd_s", times.fwd_bwd_s, step=step)
     if times.fwd_bwd_s:

@@ -1,11 +1,13 @@
 """The open step: groups are taken from `samples` for it, admitted, or dropped with their reason.
 
-Taken groups are held until the step that used them is settled. What nobody waits for (a second
-entry of a group, one declared lost that came after all, a stranger's) is removed.
+Taken groups are held until the step that used them is settled; those that came while it waited for
+one about to be stale have their seats in the steps after. What nobody waits for (a second entry of
+a group, one declared lost that came after all, a stranger's) is removed.
 
 waits_for: scored groups in `samples`. unblocked_by: generators and scorers.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,8 +19,12 @@ from services.trainer.book import Book
 from services.trainer.dispatch import REASONS
 from services.trainer.intake import AdmittedGroup, Poison, Policy, Refused, admit
 from services.trainer.measure import StepTimes
+from services.trainer.pace import began_of, last_step, may_sit
 from services.trainer.run_queue import Delivery, RunQueue
 from services.trainer.types import TrainSample
+
+LOOK_EVERY_S = 1.0
+"""While a step waits: how often it is seen which groups have begun since."""
 
 
 class Intake:
@@ -38,33 +44,107 @@ class Intake:
         """Of the open step."""
         self.held: dict[str, Delivery] = {}
         """Entries taken and not settled yet, by group."""
+        self._waiting: list[str] = []
+        """Of them, those that have no seat in a step yet."""
+        self._began: dict[str, int] = {}
+        self._looked_s = -math.inf
 
     async def fill(self, times: StepTimes) -> list[AdmittedGroup]:
-        """Groups for the open step: as many as a step has, or as are left."""
+        """Groups for the open step: as many as a step has, or as are left.
+
+        With `trainer.stale = "wait"` seats are kept for groups that would be stale in a later step
+        (see pace.py). While it waits for them, others that come are held for the steps after.
+        """
         groups: list[AdmittedGroup] = []
+        overdue = False
+        await self._look(times)
         while True:
-            remaining = self._book.dispatcher.remaining
-            wanted = self._recipe.trainer.groups_per_step
-            if remaining is not None:
-                wanted = min(wanted, remaining)
+            begin_s = time.monotonic()
+            wanted = self._wanted()
+            while len(groups) < wanted:
+                group_id = self._next(seats=wanted - len(groups), overdue=overdue)
+                if group_id is None:
+                    break
+                self._waiting.remove(group_id)
+                if group := await self._admit(self.held[group_id]):
+                    groups.append(group)
+                wanted = self._wanted()
+            times.data_s += time.monotonic() - begin_s
             if len(groups) >= wanted:
                 return groups
+            late = len(groups) + len(self._waiting) >= wanted
+            if late and not overdue and times.straggler_wait_s >= self._recipe.trainer.overdue_s:
+                overdue = True
+                structlog.get_logger().warning(
+                    "went on without groups that are about to be stale",
+                    step=self.number,
+                    waited_s=round(times.straggler_wait_s, 1),
+                )
+                continue
+            await self._take(wanted - len(groups), times, late=late)
+
+    def _wanted(self) -> int:
+        """Groups of the open step."""
+        remaining, full = self._book.dispatcher.remaining, self._recipe.trainer.groups_per_step
+        return full if remaining is None else min(full, remaining)
+
+    async def _take(self, limit: int, times: StepTimes, *, late: bool) -> None:
+        """Take entries, waiting about a second for one; what nobody waits for is removed, and
+        tombstones are settled at once. `late`: only groups about to be stale are waited for."""
+        begin_s = time.monotonic()
+        deliveries = await self._queue.take(limit, wait=False)
+        times.data_s += time.monotonic() - begin_s
+        if not deliveries:
             begin_s = time.monotonic()
-            deliveries = await self._queue.take(wanted - len(groups), wait=False)
-            times.data_s += time.monotonic() - begin_s
-            if not deliveries:
-                begin_s = time.monotonic()
-                deliveries = await self._queue.take(wanted - len(groups))
-                times.rollout_wait_s += time.monotonic() - begin_s
-            begin_s = time.monotonic()
-            # All are held before anything is awaited: what a settlement has taken out of the
-            # server's list must not look lost.
-            for delivery, mine in [(each, self._hold(each)) for each in deliveries]:
-                if not mine:
-                    await self._not_mine(delivery)
-                elif group := await self._admit(delivery):
-                    groups.append(group)
-            times.data_s += time.monotonic() - begin_s
+            deliveries = await self._queue.take(limit)
+            if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
+                await self._look()
+            waited_s = time.monotonic() - begin_s
+            times.straggler_wait_s += waited_s if late else 0.0
+            times.rollout_wait_s += 0.0 if late else waited_s
+        begin_s = time.monotonic()
+        # All are held before anything is awaited: what a settlement has taken out of the server's
+        # list must not look lost.
+        for delivery, mine in [(each, self._hold(each)) for each in deliveries]:
+            if not mine:
+                await self._not_mine(delivery)
+            elif delivery.reason:
+                await self._admit(delivery)
+            else:
+                self._waiting.append(delivery.group_id)
+        times.data_s += time.monotonic() - begin_s
+
+    async def _look(self, times: StepTimes | None = None) -> None:
+        """See which groups have begun, and with which version."""
+        if self._recipe.trainer.stale == "drop":
+            return
+        begin_s = time.monotonic()
+        self._began = began_of(await self._queue.outstanding())
+        self._looked_s = time.monotonic()
+        if times is not None:
+            times.data_s += self._looked_s - begin_s
+
+    def _next(self, *, seats: int, overdue: bool) -> str | None:
+        """Which of the groups at hand gets the next seat of the open step."""
+        trainer, remaining = self._recipe.trainer, self._book.dispatcher.remaining
+        if not self._waiting or trainer.stale == "drop":
+            return next(iter(self._waiting), None)
+        last, policy = dict[str, int | None](), self._policy()
+        seated = self.held.keys() - set(self._waiting)
+        for group_id in self._book.outstanding.keys() - seated:
+            if group_id in self._began or group_id in self._waiting:
+                last[group_id] = last_step(
+                    self._began.get(group_id),
+                    policy=policy,
+                    weight_sync_steps=trainer.weight_sync_steps,
+                )
+        first = min(self._waiting, key=lambda group_id: last[group_id] or 0)
+        if overdue or (remaining is not None and remaining <= trainer.groups_per_step):
+            return first  # nobody is waited for: there is no step after this one, or it is overdue
+        others = [step for step in last.values() if step is not None and step > 0]
+        groups_per_step = trainer.groups_per_step
+        sits = may_sit(last[first], others, seats=seats, groups_per_step=groups_per_step)
+        return first if sits else None
 
     async def settle(self, groups: Sequence[AdmittedGroup]) -> None:
         """Take the groups of the step out of the run; the next one is open then."""
@@ -92,11 +172,13 @@ class Intake:
     async def _not_mine(self, delivery: Delivery) -> None:
         """A second entry of a group, or one that no group waits for."""
         held = self.held.get(delivery.group_id)
-        if held is None or await self._queue.has(held.entry_id):
+        same = held is not None and held.entry_id == delivery.entry_id
+        if held is None or (not same and await self._queue.has(held.entry_id)):
             await self._discard(delivery)
             return
-        # The server went back to older data, where the group was on its way: the entry that was
-        # held is no more, and this one is to be settled in its place.
+        # The server went back to older data. Where the group was on its way, the entry that was
+        # held is no more, and this one is to be settled in its place; where the group had come and
+        # had not been read, this is the very entry.
         structlog.get_logger().warning("a held entry came again", group=delivery.group_id)
         self._record.count("queue/redelivered_total")
         self.held[delivery.group_id] = delivery

@@ -203,6 +203,7 @@ class PolicyStore:
                 size_bytes=published.path.stat().st_size,
                 num_tensors=published.num_tensors,
                 dtype=published.dtype,
+                publishes=self.line.publishes_of[published.version],
                 canary=wire.Canary(
                     row_tokens=self.canary_rows.shape[1],
                     token_ids=self.canary_rows.astype("<u4").tobytes(),

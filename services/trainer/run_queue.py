@@ -7,6 +7,7 @@ which attempt this is; what becomes of the groups is then seen by comparing (see
 """
 
 import asyncio
+import itertools
 import math
 import time
 import uuid
@@ -18,7 +19,7 @@ import structlog
 
 from services.common.config import Queue
 from services.common.errors import Fenced, UserError
-from services.common.queue import BLOCK_S, CLOCK_TOLERANCE_S, GROUP, QueueClient
+from services.common.queue import BLOCK_S, CLOCK_TOLERANCE_S, GROUP, QueueClient, backoff_s
 
 CONSUMER_IDLE_MS = 3_600_000
 """A consumer idle for so long with nothing pending belonged to a worker that is gone."""
@@ -28,8 +29,8 @@ GAUGED = ("requests", "groups", "samples")
 
 
 class QueueLost(RuntimeError):
-    """An entry that the trainer held is gone from the queue: the server lost data. The
-    checkpoint is what is left."""
+    """An entry that the trainer held is gone from the queue, and no outage explains it: somebody
+    else has removed it. The checkpoint is what is left."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,18 @@ class RunQueue:
         self._taken: dict[str, set[str]] = {key: set() for key in streams}
         self._gone: set[str] = set()
         self._looked_back: dict[str, int | None] = dict.fromkeys(streams)
+        self._sure_at = 0
+        """`reconnects` of the client when all that was taken was last seen to be there."""
 
     @property
     def consumer(self) -> str:
         """The trainer's name in the consumer groups: one per attempt."""
         return f"trainer-{self.attempt}"
+
+    @property
+    def away(self) -> bool:
+        """Whether the server does not answer at present."""
+        return self._client.outages.lasts
 
     @property
     def reconnects(self) -> int:
@@ -115,6 +123,7 @@ class RunQueue:
             )
         self.attempt, self._recipe, self._step = int(attempt), recipe, step
         self._started_s = time.monotonic()
+        self._sure_at = self._client.reconnects
         return self.attempt, dict(zip(places[::2], places[1::2], strict=True))
 
     async def check(self) -> None:
@@ -172,8 +181,13 @@ class RunQueue:
         if self._looked_back[key] == reconnects:
             return []
         pending = await self._read(key, "0", count=None, block=None)
-        # They are there after all, also those that have been taken before.
-        self._gone -= {entry_id.decode() for entry_id, _ in pending}
+        # They are there after all, also those that have been taken before; others are not: a
+        # replica that became the primary had not received them yet.
+        there = {entry_id.decode() for entry_id, _ in pending}
+        self._gone -= there
+        if key == self._keys.samples:
+            self._gone |= self._taken[key] - there
+            self._sure_at = reconnects
         lost = [entry for entry in pending if entry[0].decode() not in self._taken[key]]
         if len(lost) <= limit:
             self._looked_back[key] = reconnects
@@ -191,7 +205,8 @@ class RunQueue:
         """Take groups out of the run: (entry id or '', group id or '') each; the clock then says
         `step`, or a later one that it has said before.
 
-        Raises Fenced, or QueueLost when an entry that was held is gone.
+        Raises Fenced, or QueueLost when an entry that was held is gone, and the server has not been
+        away since it was seen to be there.
         """
         keys = [self._keys.clock, self._keys.samples, self._keys.outstanding]
         # One at a time: the server knows only the last call, so one whose reply was lost would,
@@ -205,12 +220,14 @@ class RunQueue:
                 named = [("" if entry in self._gone else entry, group) for entry, group in pairs]
                 return [self.attempt, self._step, call, *(text for pair in named for text in pair)]
 
+            sure_at = self._sure_at
             answer = await self._call("settle", keys, arguments)
         self._gone.difference_update(entry for entry, _ in pairs)
         self._taken[self._keys.samples].difference_update(entry for entry, _ in pairs)
-        if answer == "lost":
+        if answer == "lost" and sure_at == self._client.reconnects:
             raise QueueLost(
-                "the queue server lost entries that this trainer held; was its data rolled back?"
+                "entries that this trainer held are gone from the queue server, which has not been "
+                "away: did somebody else remove them?"
             )
 
     async def discard_evaluation(self, entry_ids: Sequence[str]) -> None:
@@ -271,13 +288,16 @@ class RunQueue:
         self, script: str, keys: Sequence[str], arguments: Sequence[Any] | Callable[[], list[Any]]
     ) -> str:
         """Run a trainer's script; again once the server has been told what it had forgotten."""
-        while True:
+        for tries in itertools.count(1):
             values = arguments() if callable(arguments) else arguments
             answer = str(await self._client.script(script, keys, values))
             self._fence(answer)
             if answer != "forgotten":
                 return answer
             await self._remember()
+            if tries > 1:
+                await asyncio.sleep(backoff_s(tries))
+        raise AssertionError("unreachable")
 
     async def _remember(self) -> None:
         """Have a server that lost its data, or went back, know this attempt."""

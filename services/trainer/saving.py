@@ -1,5 +1,8 @@
 """Checkpoints while the run goes on: the loop is held for a copy to memory, a thread writes it.
 
+What was measured up to a checkpoint is with the aggregator before the checkpoint is there: its
+steps are made and measured no second time, so what a killed trainer had not sent would be a gap.
+
 A checkpoint that cannot be written is no end: the run goes on, and says that it would go on from
 the one before.
 """
@@ -12,11 +15,16 @@ from typing import Any
 import structlog
 
 from services.common.lifecycle import Lifecycle
+from services.common.recorder import Recorder
 from services.trainer.book import Book
 from services.trainer.checkpoint import CheckpointFailed, Checkpoints
 from services.trainer.journal import Moment
 from services.trainer.learner import Learner
 from services.trainer.torch_thread import TorchThread
+
+MEASURED_WITHIN_S = 2.0
+"""Longest wait of a checkpoint for an aggregator that is slow; for one that is away there is
+none."""
 
 
 class Saver:
@@ -29,11 +37,12 @@ class Saver:
         learner: Learner,
         torch: TorchThread,
         lifecycle: Lifecycle,
+        recorder: Recorder,
         *,
         last: Moment | None,
     ) -> None:
         self._checkpoints, self._book, self._learner = checkpoints, book, learner
-        self._torch, self._lifecycle = torch, lifecycle
+        self._torch, self._lifecycle, self._recorder = torch, lifecycle, recorder
         self._writing: asyncio.Task[None] | None = None
         self.last = last
         """The newest that is on disk."""
@@ -68,6 +77,7 @@ class Saver:
         self, moment: Moment, state: Mapping[str, Any], tensors: Any, num_said: int
     ) -> None:
         begin_s = time.monotonic()
+        await asyncio.to_thread(self._recorder.flush, MEASURED_WITHIN_S)
         try:
             await asyncio.to_thread(self._checkpoints.write, moment, state, tensors)
         except CheckpointFailed as error:

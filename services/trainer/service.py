@@ -54,6 +54,7 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
             run=recipe.run,
             claim_after_s=recipe.queue.claim_after_s,
             waiting=lifecycle.enter,
+            details=lifecycle.details,
         )
         client = await unless(lifecycle.stopping, connecting)
         if client is None:

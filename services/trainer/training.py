@@ -22,6 +22,7 @@ from services.common.background import guarded, unless
 from services.common.config import Recipe
 from services.common.errors import UserError
 from services.common.lifecycle import Lifecycle
+from services.common.readiness import ready_while
 from services.common.recorder import Recorder
 from services.trainer import dataset, past
 from services.trainer.attempts import Attempts
@@ -172,6 +173,7 @@ class Training:
             self._learner,
             self._torch,
             self._lifecycle,
+            self._record,
             last=None if before.checkpoint is None else before.checkpoint.moment,
         )
         if before.last_attempt:
@@ -186,9 +188,13 @@ class Training:
     # -- the course
 
     async def _course(self) -> bool:
-        """Everything between the first version and the end; False when asked to stop before."""
+        """Everything from the first version to the end; False when asked to stop before."""
         await self._publisher.publish()
-        await self._lifecycle.set_ready(True)
+        ready = ready_while(self._lifecycle, lambda: not self._queue.away)
+        return await guarded(self._learning(), ready)
+
+    async def _learning(self) -> bool:
+        """Evaluations, steps, checkpoints; False when asked to stop before the end."""
         if not self._evaluations and not await self._evaluate("before"):
             return False
         comparing = compare_for_ever(
@@ -423,5 +429,6 @@ class Training:
             started=self._past.started,
         )
         past.write_json(past.report_path(self._recipe), made)
+        await self._lifecycle.set_ready(True)
         self._lifecycle.enter("complete")
         return made

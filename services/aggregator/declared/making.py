@@ -8,11 +8,8 @@ S: Services = ("scorer",)
 T: Services = ("trainer",)
 A: Services = ("aggregator",)
 
-DELIVERY = "4 of 8"
-"""Of the plan's parts, the one with pacing by age, cancellation and checkpoints."""
-
 FULL_STRENGTH = "5 of 8"
-"""The one with several trainer ranks and every kind of loss."""
+"""Of the plan's parts, the one with several trainer ranks and every kind of loss."""
 
 
 def count(

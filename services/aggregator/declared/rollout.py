@@ -1,7 +1,6 @@
 """Keys of conversations, their way to the queue, and what they call."""
 
 from services.aggregator.declared.making import (
-    DELIVERY,
     G,
     S,
     T,
@@ -87,7 +86,7 @@ ROLLOUT = (
         G,
         "conversations",
         "Conversations cancelled because their group had become too old.",
-        since=DELIVERY,
+        only_when="a group became too old while it was generated",
     ),
     count(
         "rollout/ended/{reason}",

@@ -1,7 +1,6 @@
 """Keys of a step's time, its loss, and the policy that comes of it."""
 
 from services.aggregator.declared.making import (
-    DELIVERY,
     FULL_STRENGTH,
     G,
     T,
@@ -29,8 +28,7 @@ PERF = (
         "perf/straggler_wait_s",
         T,
         "s",
-        "Of a step: waiting for a group that is about to become stale.",
-        since=DELIVERY,
+        "Of a step: waiting for groups that are about to become stale, while others were there.",
     ),
     observed("perf/fwd_s", T, "s", "Of perf/fwd_bwd_s: forward.", old_names=("forward_time_s",)),
     observed(

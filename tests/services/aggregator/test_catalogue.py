@@ -6,7 +6,7 @@ from services.aggregator.catalogue import CATALOGUE
 from services.aggregator.ingest import Ingest
 from services.aggregator.metric import Catalogue, Metric
 from services.aggregator.reduce import REDUCTIONS
-from tests.services.aggregator.making import Producer, count
+from tests.services.aggregator.making import Producer, count, ratio
 
 
 def test_declarations_are_whole() -> None:
@@ -92,10 +92,10 @@ def test_a_planned_key_names_the_part_that_records_it() -> None:
 
 
 def test_a_planned_key_is_taken_all_the_same(ingest: Ingest) -> None:
-    planned = CATALOGUE.metric("rollout/cancelled_total", instrument="count")
-    assert planned.since is not None
-    receipt = Producer("generator-0", service="generator").send(
-        ingest, [("rollout/cancelled_total", count(3)), ("no/such_key", count(1))]
+    planned = next(m for m in CATALOGUE.metrics if m.since and m.instrument == "ratio")
+    service = planned.producers[0]
+    receipt = Producer(f"{service}-0", service=service).send(
+        ingest, [(planned.key, ratio(1, 3)), ("no/such_key", count(1))]
     )
     assert (receipt.accepted, [each.key for each in receipt.rejected]) == (1, ["no/such_key"])
 

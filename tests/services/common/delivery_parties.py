@@ -180,10 +180,12 @@ class Worker:
         self.held.pop(held.entry, None)
 
     def _give_back(self) -> Steps:
-        pairs = [x for h in self.held.values() for x in (h.entry, h.deliveries)]
+        triples = [x for h in self.held.values() for x in (h.entry, h.deliveries, h.group)]
         self.held.clear()
         self.alive = False
-        yield Call("give_back", (self._source,), (self.name, 1, *pairs))
+        yield Call(
+            "give_back", (self._source, self.model.keys.outstanding), (self.name, 1, *triples)
+        )
         self.model.told["give_back ends"] += 1
         self.model.add_worker(self.stage)
 

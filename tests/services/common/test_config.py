@@ -341,6 +341,10 @@ def test_a_dumped_recipe_loads_as_the_same_recipe(recipe_file: Path) -> None:
     [
         ("queue.url=redis://me:p@ss:w@host:1/0", 'url = "redis://me:***@host:1/0"'),
         ("queue.url=redis://:secret@host", 'url = "redis://:***@host"'),
+        (
+            "queue.url=redis+sentinel://a:1,b:2/m?sentinel_password=s@cret",
+            'url = "redis+sentinel://a:1,b:2/m?sentinel_password=***"',
+        ),
         ("queue.url=redis://host:1/0", 'url = "redis://host:1/0"'),
         ("aggregator.database=postgresql://h/d?password=secret", 'd?password=***"'),
     ],

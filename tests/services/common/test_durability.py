@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import redis
-from redis.exceptions import ResponseError
 
 from services.common import queue
 from services.common.queue import GROUP, QueueClient
@@ -92,7 +91,7 @@ class Run:
         await self.trainer.start(floor=4, recipe="x")
         for group in "abcdef":
             await self.trainer.dispatch(group, b"request of " + group.encode())
-        a, b, c, d = await self.generator.take(4, version=7)
+        a, b, c, d = await self.generator.take(4, version=lambda: 7)
         await self.generator.refuse(a, reason="bad")
         for entry in (b, c, d):
             await self.generator.hand_off(entry, data=b"group", n=2)
@@ -103,7 +102,7 @@ class Run:
         await self.trainer.settle([(tombstone.entry_id, "a")], step=3)
         [_] = await self.dead.take(1)
         await asyncio.sleep(SETTINGS.claim_after_s * 1.2)
-        [self.e] = await self.heir.take(1, version=7)
+        [self.e] = await self.heir.take(1, version=lambda: 7)
 
     d: Entry
     b: Delivery
@@ -181,7 +180,7 @@ async def test_an_append_only_file_cut_anywhere_holds_whole_scripts_only(server:
         run = Run(client)
         await run.trainer.start(floor=1, recipe="x")
         await run.trainer.dispatch("a", b"request")
-        [a] = await run.generator.take(1, version=7)
+        [a] = await run.generator.take(1, version=lambda: 7)
         await until(lambda: written(server))
         before = server.appended.stat().st_size
         await run.generator.hand_off(a, data=b"group", n=2)
@@ -226,7 +225,7 @@ async def test_without_an_append_only_file_a_restart_loses_the_run(tmp_path: Pat
         server.end(signal.SIGKILL)
 
 
-async def test_a_full_server_refuses_and_loses_nothing(server: Server) -> None:
+async def test_a_full_server_is_waited_for_and_loses_nothing(server: Server) -> None:
     """`noeviction`: what would need memory is refused, and not a script half done."""
     async with connected(server) as client:
         run = Run(client)
@@ -234,11 +233,13 @@ async def test_a_full_server_refuses_and_loses_nothing(server: Server) -> None:
         before = kept(server)
         with admin(server) as control:
             control.config_set("maxmemory", "1mb")
-        with pytest.raises(ResponseError, match="maxmemory"):
-            await run.trainer.dispatch("z", b"x" * 1000)
-        with pytest.raises(ResponseError, match="maxmemory"):
-            await run.scorer.hand_off(run.d, data=b"samples", n=2)
+        dispatching = asyncio.create_task(run.trainer.dispatch("z", b"x" * 1000))
+        handing = asyncio.create_task(run.scorer.hand_off(run.d, data=b"samples", n=2))
+        await until(lambda: client.outages.waiting == 2)
         assert kept(server) == before
         with admin(server) as control:
             control.config_set("maxmemory", "0")
-        assert await run.scorer.hand_off(run.d, data=b"samples", n=2) == "done"
+        await dispatching
+        assert await handing == "done"
+        assert not client.outages.lasts
+        assert set(kept(server)["hr:{r}:outstanding"]) == {b"b", b"c", b"d", b"e", b"f", b"z"}

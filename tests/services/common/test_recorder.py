@@ -517,3 +517,31 @@ def test_too_many_events_are_compacted_to_the_highest_state_of_each_group(
     for event in events:
         highest[event.group_id] = max(highest[event.group_id], event.state)
     assert set(highest.values()) == {wire.GROUP_STATE_TRAINED}
+
+
+def test_a_flush_sends_at_once_and_waits_for_the_answer(bench: Bench) -> None:
+    recorder = bench.recorder(PATIENT)
+    for number in (1, 2):
+        recorder.count("dispatched_total")
+        assert recorder.flush(WAIT_S)
+        assert bench.aggregator.counts()["dispatched_total"] == number
+    assert recorder.flush(WAIT_S), "nothing to send is sent at once"
+    assert recorder.close()
+    assert bench.aggregator.sequences() == [1, 2]
+
+
+def test_a_flush_does_not_wait_for_an_aggregator_that_is_away(bench: Bench) -> None:
+    bench.aggregator.answers = lambda call: "away"
+    recorder = bench.recorder(PATIENT)
+    recorder.count("dispatched_total")
+    assert not recorder.flush(WAIT_S)
+    begin_s = time.monotonic()
+    assert not recorder.flush(WAIT_S)
+    assert time.monotonic() - begin_s < WAIT_S / 2
+    bench.aggregator.answers = lambda call: "ok"
+    assert recorder.close()
+    assert bench.aggregator.counts()["dispatched_total"] == 1
+
+
+def test_a_flush_of_a_recorder_that_sends_nothing_is_done() -> None:
+    assert alone().flush(0)

@@ -249,6 +249,58 @@ async def test_no_work_is_taken_for_an_attempt_whose_version_is_not_served(
         assert group.request.group_id == "0.2.1.1"
 
 
+async def test_what_has_become_too_old_is_cut_off_at_once(valkey_url: str, tmp_path: Path) -> None:
+    """Two versions behind is the limit: the third publish after its own ends a group, and what
+    began later goes on. Evaluation is never cut off."""
+    done = asyncio.Event()
+
+    async def answer(call: int) -> Generated:
+        if call == 0:
+            return await at_once(call)
+        await done.wait()
+        return generated(versions=(2,))
+
+    async with river(valkey_url, tmp_path, generator={"max_inflight": 16}) as seen:
+        await seen.put(request_of("0.0.1.1"))
+        await seen.trainer.publish(1)
+        started = seen.start(FakeEngine(answer))
+        await until(lambda: len(started.engine.calls) == 4)
+        await seen.put(request_of("eval.0.1.7", num=1), evaluation=True)
+        await until(lambda: len(started.engine.calls) == 5)
+        await seen.trainer.publish(2)
+        await until(lambda: started.lifecycle.details["served_version"] == "2")
+        await seen.put(request_of("0.1.1.1"))
+        await until(lambda: len(started.engine.calls) == 9)
+        await seen.trainer.publish(3)
+        await until(lambda: started.lifecycle.details["served_version"] == "3")
+        assert await seen.entries("samples", 0) == []
+        await seen.trainer.publish(4)
+        [entry] = await seen.entries("samples", 1)
+        assert (entry["id"], entry["n"], entry["reason"]) == (b"0.0.1.1", b"0", b"stale")
+        await until(lambda: "rollout/cancelled_total" in seen.metrics.keys)
+        done.set()
+        assert [group.request.group_id for group in await seen.groups(1)] == ["0.1.1.1"]
+        assert len(await seen.groups(1, "eval_groups")) == 1
+        assert await seen.pending() == []
+
+
+async def test_what_becomes_too_old_while_it_waits_for_room_is_no_group_any_more(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    async with river(valkey_url, tmp_path, queue={"url": valkey_url, "groups_capacity": 1}) as seen:
+        await seen.put(request_of("0.0.1.1"), request_of("0.1.1.1"))
+        await seen.trainer.publish(1)
+        started = seen.start(FakeEngine())
+        await seen.groups(1)
+        for number in (2, 3, 4):
+            await seen.trainer.publish(number)
+        [entry] = await seen.entries("samples", 1)
+        assert (entry["id"], entry["reason"]) == (b"0.1.1.1", b"stale")
+        await started.stop()
+        assert "rollout/cancelled_total" not in seen.metrics.keys, "no conversation was left"
+        assert len(await seen.groups(1)) == 1
+
+
 async def test_a_failed_load_gives_back_what_is_held(valkey_url: str, tmp_path: Path) -> None:
     """The group is generated anew, with the version that was loaded at last."""
 

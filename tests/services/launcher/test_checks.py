@@ -17,6 +17,7 @@ max_steps = 3
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("queue.url=sentinel://h/m", r"queue\.url: 'sentinel://h/m' is not a Redis URL"),
         ("model.path=nowhere", r"model\.path: no such folder: nowhere"),
         ("model.path=tiny:algebra", r"there is no tiny model tiny:algebra; choose tiny:arith"),
         ("generator.replicas=2", r"generator\.kv_cache_bytes: give it, since 2 engines"),

@@ -47,13 +47,13 @@ def test_only_the_keys_of_the_run_are_deleted(valkey_url: str) -> None:
 
 
 def test_a_server_that_answers_is_reachable(valkey_url: str) -> None:
-    embedded_queue.check(valkey_url)
+    embedded_queue.check(valkey_url, run="demo")
 
 
 def test_an_absent_server_is_named_without_its_password() -> None:
     (port,) = ports.choose(1, host="127.0.0.1")
     with pytest.raises(UserError) as caught:
-        embedded_queue.check(f"redis://:secret@127.0.0.1:{port}/0")
+        embedded_queue.check(f"redis://:secret@127.0.0.1:{port}/0", run="demo")
     message = str(caught.value)
     assert message.startswith(
         f"queue.url: no queue server answers at redis://:***@127.0.0.1:{port}/0"
@@ -64,4 +64,4 @@ def test_an_absent_server_is_named_without_its_password() -> None:
 
 def test_a_url_that_is_none_is_a_mistake() -> None:
     with pytest.raises(UserError, match=r"queue\.url: 'localhost:6379' is not a Redis URL"):
-        embedded_queue.check("localhost:6379")
+        embedded_queue.check("localhost:6379", run="demo")

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from headrace.v1 import policy_pb2 as policy_wire
@@ -122,9 +122,13 @@ class River:
             beside = (self.watch(), self.generate(), self.score())
             return await guarded(self.training.run(), *beside)
 
+    def current_version(self) -> int:
+        """The trainer's version, which the generator serves before it generates."""
+        return self.training._store.version
+
     def is_current(self) -> bool:
-        """Whether the generator serves the trainer's version."""
-        return self.version == self.training._store.version
+        """Whether the generator serves it."""
+        return self.version == self.current_version()
 
     async def watch(self) -> None:
         """Serve each new version, as a generator does."""
@@ -153,7 +157,7 @@ class River:
             while True:
                 # What an earlier attempt published may be of a dead line.
                 await until(lambda: self.served_attempt >= stage.clock.attempt)
-                for entry in await stage.take(4, version=self.version):
+                for entry in await stage.take(4, version=self.current_version):
                     await self._generate_one(stage, entry)
 
     async def _generate_one(self, stage: Stage, entry: Entry) -> None:
@@ -226,12 +230,24 @@ class River:
         return found
 
 
+R = TypeVar("R", bound=River)
+
+
 @asynccontextmanager
 async def flowing(recipe: Recipe, *, decide: Decide = lambda *_: "") -> AsyncIterator[River]:
     """A trainer and the run's other half, ready to run."""
+    async with flowing_as(River, recipe, decide=decide) as river:
+        yield river
+
+
+@asynccontextmanager
+async def flowing_as(
+    kind: type[R], recipe: Recipe, *, decide: Decide = lambda *_: ""
+) -> AsyncIterator[R]:
+    """The same, with another half of the test's own."""
     assert recipe.queue.url is not None
     client = await queue.connect(recipe.queue.url, run=recipe.run, claim_after_s=5.0)
-    river = River(recipe, client, decide)
+    river = kind(recipe, client, decide)
     servicer, network = PolicyServicer(river.recorder), Network()
     add = policy_pb2_grpc.add_PolicyServiceServicer_to_server
     served = await grpc_kit.serve(

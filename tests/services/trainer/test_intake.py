@@ -156,6 +156,29 @@ def test_a_sequence_that_breaks_an_invariant_is_poison() -> None:
             admitted(make_scored("0.0.1.0", sequence(), broken, oldest=5), policy())
 
 
+def test_long_samples_are_read_and_named_as_short_ones_are() -> None:
+    """They are read apart, short ones together."""
+    spans, ids = [(5, 1, 20_000)], [1] * 20_000
+    long = [make_sequence(ids, num_prompt=1, spans=spans) for _ in range(3)]
+    group = make_scored("0.0.1.0", long[0], sequence(), *long[1:], oldest=5)
+    found = admitted(group, policy())
+    assert [s.token_ids.size for s in found.samples] == [20_000, 5, 20_000, 20_000]
+    assert [s.num_trained for s in found.samples] == [19_999, 3, 19_999, 19_999]
+    assert [s.rollout_id for s in found.samples] == [f"0.0.1.0/{n}" for n in range(4)]
+    group.samples[2].sequence.trained_mask = b"\1" * 20_000
+    with pytest.raises(Poison, match=r"sample '0\.0\.1\.0/2'/0: its first token"):
+        admitted(group, policy())
+
+
+def test_a_span_does_not_reach_into_the_next_sample() -> None:
+    beyond = sequence(spans=[(5, 2, 500)])
+    assert (
+        len(admitted(make_scored("0.0.1.0", beyond, sequence(), oldest=5), policy()).samples) == 2
+    )
+    with pytest.raises(Poison, match=r"'0\.0\.1\.0/1': its version spans do not cover"):
+        admitted(make_scored("0.0.1.0", beyond, sequence(spans=[]), oldest=5), policy())
+
+
 @pytest.mark.parametrize("advantage", [float("nan"), float("inf"), float("-inf")])
 def test_an_advantage_that_is_not_finite_is_poison(advantage: float) -> None:
     group = make_scored("0.0.1.0", sequence(), oldest=5, advantages=[advantage])

@@ -63,8 +63,8 @@ class Listener(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
 class OtherHalf(River):
     """Generator and scorer of a trainer that is another process, and may be away."""
 
-    def is_current(self) -> bool:
-        return True
+    def current_version(self) -> int:
+        return self.version
 
     async def watch(self) -> None:
         while True:

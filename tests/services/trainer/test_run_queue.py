@@ -96,6 +96,29 @@ async def test_settlements_wait_for_each_other(
             await run.settle([(deliveries[0].entry_id, "a")], step=1)
 
 
+async def test_what_a_server_lost_in_an_outage_is_settled_all_the_same(valkey_url: str) -> None:
+    """A replica took over that had not received what the trainer took last."""
+    async with started(valkey_url, "a", "b", "c") as (client, run):
+        a, b, c = await run.take(3)
+        samples = client.keys.samples
+
+        async def lose(delivery: Delivery) -> None:
+            await client.raw.xack(samples, GROUP, delivery.entry_id)
+            await client.raw.xdel(samples, delivery.entry_id)
+
+        await lose(a)
+        await lose(b)
+        client.reconnects += 1
+        await run.settle([(a.entry_id, "a")], step=1)
+        assert await run.take(1, wait=False) == []
+        await run.settle([(b.entry_id, "b")], step=2)
+        assert await run.outstanding() == {"c": "samples:w:1||"}
+        # What has been seen to be there since is not lost by that outage.
+        await lose(c)
+        with pytest.raises(QueueLost):
+            await run.settle([(c.entry_id, "c")], step=3)
+
+
 async def test_dead_letters_of_the_trainer_are_bounded_as_those_of_workers(valkey_url: str) -> None:
     async with started(valkey_url, "a", "b", "c") as (client, run):
         by_count, by_bytes = Queue(dead_max_entries=2), Queue(dead_max_bytes=20)

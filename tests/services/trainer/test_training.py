@@ -305,6 +305,16 @@ async def test_a_second_entry_of_a_group_is_not_trained_on(
     check_drained(river)
 
 
+PUT_BACK = """
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], ARGV[2], '+')) do
+  redis.call('XDEL', KEYS[1], entry[1])
+  redis.call('XADD', KEYS[1], '*', unpack(entry[2]))
+end
+"""
+"""A held entry and those behind it come anew, in their order."""
+
+
 async def test_a_held_entry_that_a_server_put_back_is_settled_in_its_new_place(
     valkey_url: str, tmp_path: Path, model: Path
 ) -> None:
@@ -318,18 +328,40 @@ async def test_a_held_entry_that_a_server_put_back_is_settled_in_its_new_place(
             deliveries = await take(limit if put_back else 1, **named)
             if deliveries and not put_back:
                 [held] = deliveries
-                [(_, fields)] = await raw.xrange(samples, min=held.entry_id, max=held.entry_id)
-                behind = await raw.xrange(samples, min=f"({held.entry_id}")
-                await raw.xack(samples, GROUP, held.entry_id)
-                await raw.xdel(samples, held.entry_id, *(entry for entry, _ in behind))
-                for each in (fields, *(others for _, others in behind)):
-                    await raw.xadd(samples, each)
+                await raw.eval(PUT_BACK, 1, samples, GROUP, held.entry_id)
                 put_back.append(held.group_id)
             return deliveries
 
         river.training._queue.take = went_back  # type: ignore[method-assign]
         report = check_balance(await river.run())
     assert (len(put_back), report["trained_samples"]) == (1, 20)
+    assert river.counts("queue/redelivered_total") == {"": 1}
+    check_drained(river)
+
+
+async def test_a_held_entry_whose_reading_a_server_forgot_is_still_held(
+    valkey_url: str, tmp_path: Path, model: Path
+) -> None:
+    """The server goes back to between the group's coming and its reading: the very entry that is
+    held is read again."""
+    async with flowing(recipe_of(tmp_path, model, valkey_url)) as river:
+        take, forgotten = river.training._queue.take, list[str]()
+        raw, samples = river.client.raw, river.client.keys.samples
+
+        async def went_back(limit: int, **named: Any) -> Any:
+            deliveries = await take(limit if forgotten else 1, **named)
+            if deliveries and not forgotten:
+                [held] = deliveries
+                before = int(held.entry_id.partition("-")[0]) - 1
+                await raw.xack(samples, GROUP, held.entry_id)
+                await raw.xgroup_setid(samples, GROUP, f"{before}-0")
+                forgotten.append(held.group_id)
+            return deliveries
+
+        river.training._queue.take = went_back  # type: ignore[method-assign]
+        report = check_balance(await river.run())
+    assert (len(forgotten), report["trained_samples"]) == (1, 20)
+    assert report["groups"]["dropped"] == {}
     assert river.counts("queue/redelivered_total") == {"": 1}
     check_drained(river)
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/policy.proto\x12\x0bheadrace.v1\"]\n\x06\x43\x61nary\x12\x12\n\nrow_tokens\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x1a\n\x12perturbed_logprobs\x18\x04 \x01(\x0c\"\xac\x01\n\rPolicyVersion\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bnum_tensors\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12#\n\x06\x63\x61nary\x18\x08 \x01(\x0b\x32\x13.headrace.v1.Canary\"\'\n\x12WatchPolicyRequest\x12\x11\n\tgenerator\x18\x01 \x01(\t\"Y\n\x13WatchPolicyResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x15\n\rmax_staleness\x18\x02 \x01(\r\"F\n\x13\x46\x65tchWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"C\n\x14\x46\x65tchWeightsResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\r\"\x18\n\x16\x46\x65tchModelFilesRequest\"I\n\x17\x46\x65tchModelFilesResponse\x12\x12\n\nset_sha256\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"_\n\x14ReportServingRequest\x12\x11\n\tgenerator\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07pause_s\x18\x03 \x01(\x01\x12\x12\n\ncanary_gap\x18\x04 \x01(\x01\"\x17\n\x15ReportServingResponse2\xf2\x02\n\rPolicyService\x12R\n\x0bWatchPolicy\x12\x1f.headrace.v1.WatchPolicyRequest\x1a .headrace.v1.WatchPolicyResponse0\x01\x12U\n\x0c\x46\x65tchWeights\x12 .headrace.v1.FetchWeightsRequest\x1a!.headrace.v1.FetchWeightsResponse0\x01\x12^\n\x0f\x46\x65tchModelFiles\x12#.headrace.v1.FetchModelFilesRequest\x1a$.headrace.v1.FetchModelFilesResponse0\x01\x12V\n\rReportServing\x12!.headrace.v1.ReportServingRequest\x1a\".headrace.v1.ReportServingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/policy.proto\x12\x0bheadrace.v1\"]\n\x06\x43\x61nary\x12\x12\n\nrow_tokens\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x1a\n\x12perturbed_logprobs\x18\x04 \x01(\x0c\"\xbf\x01\n\rPolicyVersion\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bnum_tensors\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12#\n\x06\x63\x61nary\x18\x08 \x01(\x0b\x32\x13.headrace.v1.Canary\x12\x11\n\tpublishes\x18\t \x01(\x04\"\'\n\x12WatchPolicyRequest\x12\x11\n\tgenerator\x18\x01 \x01(\t\"Y\n\x13WatchPolicyResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x15\n\rmax_staleness\x18\x02 \x01(\r\"F\n\x13\x46\x65tchWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"C\n\x14\x46\x65tchWeightsResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\r\"\x18\n\x16\x46\x65tchModelFilesRequest\"I\n\x17\x46\x65tchModelFilesResponse\x12\x12\n\nset_sha256\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"_\n\x14ReportServingRequest\x12\x11\n\tgenerator\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07pause_s\x18\x03 \x01(\x01\x12\x12\n\ncanary_gap\x18\x04 \x01(\x01\"\x17\n\x15ReportServingResponse2\xf2\x02\n\rPolicyService\x12R\n\x0bWatchPolicy\x12\x1f.headrace.v1.WatchPolicyRequest\x1a .headrace.v1.WatchPolicyResponse0\x01\x12U\n\x0c\x46\x65tchWeights\x12 .headrace.v1.FetchWeightsRequest\x1a!.headrace.v1.FetchWeightsResponse0\x01\x12^\n\x0f\x46\x65tchModelFiles\x12#.headrace.v1.FetchModelFilesRequest\x1a$.headrace.v1.FetchModelFilesResponse0\x01\x12V\n\rReportServing\x12!.headrace.v1.ReportServingRequest\x1a\".headrace.v1.ReportServingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANARY']._serialized_start=41
   _globals['_CANARY']._serialized_end=134
   _globals['_POLICYVERSION']._serialized_start=137
-  _globals['_POLICYVERSION']._serialized_end=309
-  _globals['_WATCHPOLICYREQUEST']._serialized_start=311
-  _globals['_WATCHPOLICYREQUEST']._serialized_end=350
-  _globals['_WATCHPOLICYRESPONSE']._serialized_start=352
-  _globals['_WATCHPOLICYRESPONSE']._serialized_end=441
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=443
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=513
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=515
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=582
-  _globals['_FETCHMODELFILESREQUEST']._serialized_start=584
-  _globals['_FETCHMODELFILESREQUEST']._serialized_end=608
-  _globals['_FETCHMODELFILESRESPONSE']._serialized_start=610
-  _globals['_FETCHMODELFILESRESPONSE']._serialized_end=683
-  _globals['_REPORTSERVINGREQUEST']._serialized_start=685
-  _globals['_REPORTSERVINGREQUEST']._serialized_end=780
-  _globals['_REPORTSERVINGRESPONSE']._serialized_start=782
-  _globals['_REPORTSERVINGRESPONSE']._serialized_end=805
-  _globals['_POLICYSERVICE']._serialized_start=808
-  _globals['_POLICYSERVICE']._serialized_end=1178
+  _globals['_POLICYVERSION']._serialized_end=328
+  _globals['_WATCHPOLICYREQUEST']._serialized_start=330
+  _globals['_WATCHPOLICYREQUEST']._serialized_end=369
+  _globals['_WATCHPOLICYRESPONSE']._serialized_start=371
+  _globals['_WATCHPOLICYRESPONSE']._serialized_end=460
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=462
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=532
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=534
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=601
+  _globals['_FETCHMODELFILESREQUEST']._serialized_start=603
+  _globals['_FETCHMODELFILESREQUEST']._serialized_end=627
+  _globals['_FETCHMODELFILESRESPONSE']._serialized_start=629
+  _globals['_FETCHMODELFILESRESPONSE']._serialized_end=702
+  _globals['_REPORTSERVINGREQUEST']._serialized_start=704
+  _globals['_REPORTSERVINGREQUEST']._serialized_end=799
+  _globals['_REPORTSERVINGRESPONSE']._serialized_start=801
+  _globals['_REPORTSERVINGRESPONSE']._serialized_end=824
+  _globals['_POLICYSERVICE']._serialized_start=827
+  _globals['_POLICYSERVICE']._serialized_end=1197
 # @@protoc_insertion_point(module_scope)

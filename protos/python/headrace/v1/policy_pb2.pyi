@@ -64,6 +64,7 @@ class PolicyVersion(_message.Message):
     NUM_TENSORS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
+    PUBLISHES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Rises by one at each publish and is never reused."""
     attempt: _builtins.int
@@ -78,6 +79,10 @@ class PolicyVersion(_message.Message):
     """Its tensors."""
     dtype: _builtins.str
     """"float32" or "bfloat16"."""
+    publishes: _builtins.int
+    """Its place in the line of weights that goes on: one more than the version before it. Weights that a restart publishes again
+    under a new number stay at their place, so a group's age is a difference of places and not of numbers.
+    """
     @_builtins.property
     def canary(self) -> Global___Canary:
         """What a replica that has loaded it must compute."""
@@ -93,10 +98,11 @@ class PolicyVersion(_message.Message):
         num_tensors: _builtins.int = ...,
         dtype: _builtins.str = ...,
         canary: Global___Canary | None = ...,
+        publishes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "canary", b"canary", "dtype", b"dtype", "num_tensors", b"num_tensors", "sha256", b"sha256", "size_bytes", b"size_bytes", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "canary", b"canary", "dtype", b"dtype", "num_tensors", b"num_tensors", "publishes", b"publishes", "sha256", b"sha256", "size_bytes", b"size_bytes", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
