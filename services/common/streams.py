@@ -24,7 +24,6 @@ from typing import Any, Literal, Self
 import structlog
 
 from services.common.config import Queue
-from services.common.hand_offs import HandOffs
 from services.common.lifecycle import cancel
 from services.common.queue import (
     BLOCK_S,
@@ -35,6 +34,7 @@ from services.common.queue import (
     QueueClient,
 )
 from services.common.recorder import Recorder
+from services.common.together import Together
 
 TAKEOVER_EVERY_S = 1.0
 """How often a worker looks for entries of dead workers."""
@@ -110,7 +110,7 @@ class Stage:
         self._name = name
         self._settings, self._capacity, self._recorder = settings, capacity, recorder
         self._held: dict[tuple[str, str], Entry] = {}
-        self._hand_offs = HandOffs(client)
+        self._hand_offs = Together(client, "hand_off", num_arguments=10)
         self._next_takeover_s = 0.0
         self._reconnects = client.reconnects
         self._renewal: asyncio.Task[None] | None = None

@@ -118,7 +118,9 @@ class Serving:
         failed load is repeated."""
         failures = 0
         while True:
-            target = await self._client.newer_than(self.version if self.proven else 0)
+            target = await self._client.newer_than(
+                self.version if self.proven else 0, attempt=self.attempt
+            )
             path = await self._fetch(target)
             if path is None:
                 continue
@@ -180,7 +182,8 @@ class Serving:
         self.version, self.attempt = target.version, target.attempt
         self.publishes = target.publishes
         async with self._proven_changed:
-            self.proven = target.version
+            # A new attempt's number may be lower: what was proven before it stays so.
+            self.proven = max(self.proven, target.version)
             self._proven_changed.notify_all()
         # The previous file stays until the next version is proven: then it is of no more use.
         self._client.keep_only(path)

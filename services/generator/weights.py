@@ -161,9 +161,14 @@ class PolicyClient:
             self.latest = announced
             self._changed.notify_all()
 
-    async def newer_than(self, version: int) -> Announcement:
-        """Wait until a version above `version` is announced; the latest one."""
-        return await self._latest_that(lambda latest: latest.version > version)
+    async def newer_than(self, version: int, *, attempt: int | None = None) -> Announcement:
+        """Wait until a version above `version` is announced, or any of an attempt above `attempt`:
+        a trainer that was replaced may have published past the one that goes on. The latest one."""
+        return await self._latest_that(
+            lambda latest: (
+                latest.version > version or (attempt is not None and latest.attempt > attempt)
+            )
+        )
 
     async def provable(self) -> Announcement:
         """Wait until the latest announcement has the values of the load-path proof. The trainer

@@ -26,7 +26,7 @@ from services.common import canary, grpc_kit
 from services.common.errors import UserError
 from services.common.memory_folder import MemoryFolder
 from services.common.recorder import Recorder
-from services.trainer.attempts import sync_folder
+from services.trainer.attempts import Attempts, sync_folder
 from services.trainer.line import VersionLine
 
 CHUNK_BYTES = 1 << 20
@@ -133,6 +133,8 @@ class PolicyStore:
         Weights of as many steps as the line's last version are the same ones, restored: they get
         a number of their own and stay at its place. With `again` they keep that number instead: a
         run that is over is served, nothing new is published.
+
+        Raises Fenced when a newer attempt has begun: a version of this one would be of a dead line.
         """
         digest = await asyncio.to_thread(_sha256, self.next_path())
         before = self.line.current
@@ -140,6 +142,8 @@ class PolicyStore:
         if same and self.line[before].sha256 != digest:
             structlog.get_logger().error("restored weights are not those of version", was=before)
             same = False
+        if again is None:
+            Attempts(self._last.parent).check_last(self._attempt)
         version = self._claim_number() if again is None else again
         path = self._folder / f"{version}.safetensors"
         self.next_path().rename(path)

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,9 +20,13 @@ import structlog
 from services.common.config import Queue
 from services.common.errors import Fenced, UserError
 from services.common.queue import BLOCK_S, CLOCK_TOLERANCE_S, GROUP, QueueClient, backoff_s
+from services.common.together import Together
 
 CONSUMER_IDLE_MS = 3_600_000
 """A consumer idle for so long with nothing pending belonged to a worker that is gone."""
+
+DISPATCHES = 8
+"""Under way at a time: they go to the server together."""
 
 GAUGED = ("requests", "groups", "samples")
 """Streams whose fill is measured."""
@@ -67,7 +71,8 @@ class RunQueue:
         self._step = 0
         self.forgotten = 0
         """How often the server had lost this attempt, and with it what was dispatched."""
-        self._settling = asyncio.Lock()
+        self._settling, self._remembering = asyncio.Lock(), asyncio.Lock()
+        self._dispatches = Together(client, "dispatch", num_arguments=4)
         streams = (self._keys.samples, self._keys.evals)
         self._taken: dict[str, set[str]] = {key: set() for key in streams}
         self._gone: set[str] = set()
@@ -139,7 +144,7 @@ class RunQueue:
         stream = self._keys.eval_requests if evaluation else self._keys.requests
         keys = [self._keys.clock, self._keys.outstanding, stream]
         arguments = [self.attempt, group_id, data, "0" if evaluation else "1"]
-        await self._call("dispatch", keys, arguments)
+        await self._answered(lambda: self._dispatches.send(keys, arguments, num_bytes=len(data)))
 
     async def take(
         self, limit: int, *, evaluation: bool = False, wait: bool = True
@@ -288,13 +293,24 @@ class RunQueue:
         self, script: str, keys: Sequence[str], arguments: Sequence[Any] | Callable[[], list[Any]]
     ) -> str:
         """Run a trainer's script; again once the server has been told what it had forgotten."""
-        for tries in itertools.count(1):
+
+        def ask() -> Awaitable[str]:
             values = arguments() if callable(arguments) else arguments
-            answer = str(await self._client.script(script, keys, values))
+            return self._client.script(script, keys, values)
+
+        return await self._answered(ask)
+
+    async def _answered(self, ask: Callable[[], Awaitable[str]]) -> str:
+        """The word that a script of the trainer answers; see `_call`."""
+        for tries in itertools.count(1):
+            forgotten = self.forgotten
+            answer = str(await ask())
             self._fence(answer)
             if answer != "forgotten":
                 return answer
-            await self._remember()
+            async with self._remembering:
+                if self.forgotten == forgotten:  # else another call has told it
+                    await self._remember()
             if tries > 1:
                 await asyncio.sleep(backoff_s(tries))
         raise AssertionError("unreachable")

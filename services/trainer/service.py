@@ -1,5 +1,6 @@
 """The trainer service: wiring of queue, policy service, torch thread and run."""
 
+import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,6 +17,10 @@ from services.common.recorder import Recorder
 from services.trainer.policy import PolicyServicer
 from services.trainer.run_queue import RunQueue
 from services.trainer.training import Training
+
+LAST_WORDS_S = 30.0
+"""At the end of a run: how long an aggregator that is away is waited for. Nobody else says what
+became of the last groups."""
 
 GRPC_GRACE_S = 1.0
 """For calls that run when the trainer ends: generators only watch then."""
@@ -48,6 +53,7 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     )
     at_exit = ExitStack()
     torch_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
+    report = None
     try:
         connecting = queue.connect(
             recipe.queue.url,
@@ -80,6 +86,9 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     finally:
         await lifecycle.set_ready(False)
         torch_thread.shutdown(wait=True, cancel_futures=True)
-        recorder.close()
+        if report is not None and recipe.trainer.exit_when_done:
+            await asyncio.to_thread(recorder.close, LAST_WORDS_S)
+        else:
+            await asyncio.to_thread(recorder.close)
         await served.stop(GRPC_GRACE_S)
         at_exit.close()

@@ -39,7 +39,7 @@ from services.trainer.policy import PolicyServicer, PolicyStore
 from services.trainer.publishing import Publisher
 from services.trainer.report import report
 from services.trainer.resume import take_over
-from services.trainer.run_queue import RunQueue
+from services.trainer.run_queue import DISPATCHES, RunQueue
 from services.trainer.saving import Saver
 from services.trainer.torch_thread import TorchThread
 
@@ -200,7 +200,8 @@ class Training:
         comparing = compare_for_ever(
             self._queue, self._book, on_the_way=self._on_the_way, step=lambda: self._intake.number
         )
-        if not await guarded(self._steps(), self._dispatch(), comparing):
+        dispatching = (self._dispatch() for _ in range(DISPATCHES))
+        if not await guarded(self._steps(), comparing, *dispatching):
             await self._save_at_stop()
             return False
         if self._publisher.steps_behind:
@@ -239,7 +240,7 @@ class Training:
         return True
 
     async def _dispatch(self) -> None:
-        """Keep as many groups outstanding as pacing allows."""
+        """Keep as many groups outstanding as pacing allows; one of DISPATCHES that do so."""
         bound = self._recipe.max_outstanding
         while True:
             ticket = None

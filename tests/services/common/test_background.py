@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.common.background import Strays, guarded, unless
+from services.common.background import Strays, guarded, unless, within
 from tests.waiting import until
 
 
@@ -119,3 +119,20 @@ async def test_an_outcome_is_a_result_an_exception_or_a_cancellation_of_its_own(
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         left.result()
     assert len(strays) == 0
+
+
+async def test_what_takes_too_long_is_cut_off_however_often_it_ignores_that() -> None:
+    async def stubborn() -> int:
+        for _ in range(3):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                continue
+        return 1
+
+    async def quick() -> int:
+        return 0
+
+    assert await within(60, quick()) == 0
+    assert await within(0.01, stubborn()) is None
+    assert len(asyncio.all_tasks()) == 1

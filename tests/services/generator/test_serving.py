@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from services.common.lifecycle import cancel
 from services.common.recorder import Recorder
@@ -27,7 +28,7 @@ from tests.services.generator.trainers import (
     trainer,
     weights_of,
 )
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 @dataclass
@@ -201,6 +202,33 @@ async def test_what_an_earlier_attempt_published_is_no_work_to_take(tmp_path: Pa
         replica.go()
         await replica.serving.wait_proven(2)
         assert replica.serving.may_take_work
+
+
+async def test_a_new_attempt_is_served_though_the_replaced_one_has_published_past_it(
+    tmp_path: Path,
+) -> None:
+    async with replica_of(tmp_path) as replica:
+        for version in (1, 2):
+            await replica.trainer.publish(version)
+        await replica.start()
+        replica.go()
+        assert (replica.serving.version, replica.serving.attempt) == (2, 1)
+        store, restored = replica.trainer.store, weights_of(3)
+        store._attempt = 2
+        save_file({"w": restored}, store.next_path())
+        await store.publish(
+            step=3,
+            num_tensors=1,
+            dtype="float32",
+            canary_logprobs=restored,
+            perturbed_logprobs=None,
+            again=1,
+        )
+        await until(lambda: replica.serving.attempt == 2)
+        assert replica.serving.version == 1
+        assert replica.serving.may_take_work
+        # Groups that were begun before are handed on, for the trainer to drop.
+        await asyncio.wait_for(replica.serving.wait_proven(2), PATIENCE_S)
 
 
 async def test_a_failed_load_gives_back_and_is_repeated(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ from headrace.v1 import policy_pb2_grpc
 from services.common import grpc_kit
 from services.common.config import Network
 from services.common.config import Recorder as RecorderSettings
-from services.common.errors import UserError
+from services.common.errors import Fenced, UserError
 from services.common.lifecycle import Lifecycle, cancel
 from services.common.partials import Observation
 from services.common.recorder import Recorder
 from services.trainer import policy
+from services.trainer.attempts import Attempts
 from services.trainer.policy import PolicyServicer, PolicyStore, Published
 from tests.waiting import until
 
@@ -252,6 +253,16 @@ async def test_a_number_is_never_used_twice_over_attempts(tmp_path: Path) -> Non
         published = await here.publish(b"y")
         assert (published.version, published.attempt, here.store.version) == (4, 2, 4)
         assert here.store.step_of == {4: 0}
+
+
+async def test_a_trainer_that_was_replaced_publishes_nothing_more(tmp_path: Path) -> None:
+    async with house(tmp_path) as here:
+        await here.publish(b"one")
+        Attempts(tmp_path).begin(2)
+        with pytest.raises(Fenced):
+            await here.publish(b"two", step=1)
+        assert here.store.version == 1
+        assert int((tmp_path / "last_version").read_text()) == 1
 
 
 async def test_waiting_until_all_generators_serve_a_version(tmp_path: Path) -> None:

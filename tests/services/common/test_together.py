@@ -1,17 +1,21 @@
-"""Hand-offs that are sent together, on real servers: each is answered as if it were alone."""
+"""Calls that are sent together, on real servers: each is answered as if it were alone."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import get_args
 
 import pytest
 from redis.exceptions import ResponseError
 
 from services.common import queue
-from services.common.hand_offs import BATCH_BYTES, MAX_CALLS, NUM_ARGUMENTS, HandOffs
+from services.common.lifecycle import cancel
 from services.common.queue import GROUP, QueueClient
 from services.common.queue_servers import open_client
 from services.common.streams import Entry, Outcome, Stage
+from services.common.together import BATCH_BYTES, MAX_CALLS, Together
 from tests.services.common.test_streams import connected, stage, started, take
+from tests.waiting import until
 
 
 async def calls(client: QueueClient) -> int:
@@ -135,28 +139,43 @@ async def test_an_error_is_raised_by_all_that_it_befell(valkey_url: str) -> None
         assert all("WRONGTYPE" in str(error) for error in errors)
 
 
-async def test_a_worker_that_ends_while_the_server_is_away_leaves_nobody_waiting() -> None:
+@asynccontextmanager
+async def asking_in_vain(number: int) -> AsyncIterator[tuple[Together, list[asyncio.Task[str]]]]:
+    """So many who ask a server that is away, each for other keys."""
     client = QueueClient(open_client("redis://127.0.0.1:1/0", run="r"), "r", claim_after_s=5)
-    hand_offs = HandOffs(client)
-    # As many calls as there may be, and one that waits for them.
-    keys = [["source", f"target {number}", "outstanding"] for number in range(MAX_CALLS + 1)]
-    ends: list[asyncio.Task[str]] = [
-        asyncio.create_task(hand_offs.send(each, ["x"] * NUM_ARGUMENTS, num_bytes=1))
-        for each in keys
+    together = Together(client, "hand_off", num_arguments=10)
+    asking = [
+        asyncio.create_task(together.send(["source", f"{index}", "o"], ["x"] * 10, num_bytes=1))
+        for index in range(number)
     ]
-    _, waiting = await asyncio.wait(ends, timeout=0.3)
-    assert len(waiting) == MAX_CALLS + 1
-    await hand_offs.close()
-    async with asyncio.timeout(5):
-        for end in ends:
+    try:
+        _, waiting = await asyncio.wait(asking, timeout=0.2)
+        assert len(waiting) == number
+        yield together, asking
+    finally:
+        await together.close()
+        await client.close()
+
+
+async def test_a_worker_that_ends_while_the_server_is_away_leaves_nobody_waiting() -> None:
+    async with asking_in_vain(MAX_CALLS + 1) as (together, asking), asyncio.timeout(5):
+        await together.close()
+        for each in asking:
             with pytest.raises(asyncio.CancelledError):
-                await end
-    await client.close()
+                await each
+
+
+async def test_a_call_that_nobody_waits_for_ends() -> None:
+    """Else it would go on for as long as the server is away, and hold up others."""
+    async with asking_in_vain(MAX_CALLS + 1) as (together, asking), asyncio.timeout(5):
+        for each in asking:
+            await cancel(each)
+        await until(lambda: not together._calls)
 
 
 def test_the_script_for_several_is_the_one_for_one() -> None:
-    """Also of what its words may be: one that is added there is told here."""
+    """Also in how many arguments it takes, and in what its words may be."""
     text = queue.SCRIPTS["hand_off"]
     assert all(f"'{word}'" in text for word in (*get_args(Outcome), "full"))
-    assert f"ARGV[{NUM_ARGUMENTS}]" in text
-    assert f"ARGV[{NUM_ARGUMENTS + 1}]" not in text
+    assert "ARGV[10]" in text
+    assert "ARGV[11]" not in text

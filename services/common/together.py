@@ -1,7 +1,7 @@
-"""Hand-offs of one worker, sent together where several are ready.
+"""Calls of one script, sent together where several are ready.
 
-One call for each would cost more than the work of reading and writing a group of short samples. The
-rules are those of `hand_off.lua`, for each as if it were alone, and each is answered for itself.
+A call for each would cost more than the work of reading and writing a group of short samples. The
+rules are those of the script, for each as if it were alone, and each is answered for itself.
 """
 
 import asyncio
@@ -14,26 +14,26 @@ from services.common.lifecycle import cancel
 from services.common.queue import SCRIPTS, QueueClient
 
 BATCH_BYTES = 1 << 20
-"""Results sent together are at most so large, or it is one alone: the server does nothing else
-while it works on a call."""
+"""Data sent together are at most so large, or it is one alone: the server does nothing else while
+it works on a call."""
 
 MAX_CALLS = 2
 """Under way at a time: while the server works on one, the next is written."""
 
-NUM_ARGUMENTS = 10
-"""Of hand_off.lua."""
 
-HAND_OFFS = f"""
-local function hand_off(ARGV)
-{SCRIPTS["hand_off"]}
+def for_several(script: str, *, num_arguments: int) -> str:
+    """A script of ours that takes the arguments of several calls, one after the other, and answers
+    the words of all."""
+    return f"""
+local function one(ARGV)
+{SCRIPTS[script]}
 end
 local words = {{}}
-for first = 1, #ARGV, {NUM_ARGUMENTS} do
-  words[#words + 1] = hand_off({{unpack(ARGV, first, first + {NUM_ARGUMENTS - 1})}})
+for first = 1, #ARGV, {num_arguments} do
+  words[#words + 1] = one({{unpack(ARGV, first, first + {num_arguments - 1})}})
 end
 return words
 """
-"""The arguments of hand_off.lua, repeated; answers the word for each."""
 
 
 @dataclass(eq=False)
@@ -44,22 +44,27 @@ class _Waiting:
     word: "asyncio.Future[str]"
 
 
-class HandOffs:
-    """Of one worker, all in one event loop."""
+class Together:
+    """Calls of one script that answers a word, from one event loop.
 
-    def __init__(self, client: QueueClient) -> None:
+    waits_for: calls under way. unblocked_by: the server.
+    """
+
+    def __init__(self, client: QueueClient, script: str, *, num_arguments: int) -> None:
         self._client = client
-        self._script = client.raw.register_script(HAND_OFFS)
+        self._num_arguments = num_arguments
+        self._script = client.raw.register_script(for_several(script, num_arguments=num_arguments))
         self._waiting: deque[_Waiting] = deque()
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls: dict[asyncio.Task[None], list[_Waiting]] = {}
         self._about_to_start = False
 
     async def send(self, keys: Sequence[str], arguments: Sequence[Any], *, num_bytes: int) -> str:
-        """The word of hand_off.lua for one result of `num_bytes`, which may wait for others.
+        """The script's word for one call with data of `num_bytes`, which may wait for others.
 
-        Raises what QueueClient.call() raises. Cancelled before it is sent, it is not.
+        Raises what QueueClient.call() raises. Cancelled before it is sent, it is not; afterwards
+        the call goes on as long as somebody waits for it.
         """
-        assert len(arguments) == NUM_ARGUMENTS
+        assert len(arguments) == self._num_arguments
         loop = asyncio.get_running_loop()
         waiting = _Waiting(tuple(keys), arguments, num_bytes, loop.create_future())
         self._waiting.append(waiting)
@@ -67,10 +72,14 @@ class HandOffs:
         if not self._about_to_start:
             self._about_to_start = True
             loop.call_soon(self._start)
-        return await waiting.word
+        try:
+            return await waiting.word
+        finally:
+            if waiting.word.cancelled():
+                self._end_in_vain()
 
     async def close(self) -> None:
-        """The worker ends: what has no answer yet is cancelled."""
+        """Whoever asks ends: what has no answer yet is cancelled."""
         for waiting in self._waiting:
             waiting.word.cancel()
         self._waiting.clear()
@@ -81,15 +90,21 @@ class HandOffs:
         while self._waiting and len(self._calls) < MAX_CALLS:
             if batch := self._next_batch():
                 call = asyncio.create_task(self._send(batch))
-                self._calls.add(call)
+                self._calls[call] = batch
                 call.add_done_callback(self._ended)
 
     def _ended(self, call: "asyncio.Task[None]") -> None:
-        self._calls.discard(call)
+        del self._calls[call]
         self._start()
 
+    def _end_in_vain(self) -> None:
+        """End calls that nobody waits for: in an outage they would go on until its end."""
+        for call, batch in self._calls.items():
+            if all(waiting.word.cancelled() for waiting in batch):
+                call.cancel()
+
     def _next_batch(self) -> list[_Waiting]:
-        """The oldest, and those behind it that go to the same stream, as far as bytes allow."""
+        """The oldest, and those behind it with the same keys, as far as bytes allow."""
         batch, num_bytes = list[_Waiting](), 0
         while self._waiting:
             following = self._waiting[0]
