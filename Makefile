@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck format protos docs lock bench clean
+.PHONY: help demo test lint typecheck format protos docs lock bench chaos clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ lock: $(INSTALLED)  ## resolve pyproject.toml anew and write requirements/*.txt
 
 bench: $(INSTALLED)  ## measurements: tables, and benchmarks/results/*.json
 	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+
+chaos: $(INSTALLED)  ## 220 faults into 20 pipelines of real processes, about 20 minutes; a table, and chaos.json
+	$(BIN)/python -m tests.chaos
 
 clean:  ## remove what the targets made, runs excepted
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build *.egg-info

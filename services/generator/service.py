@@ -37,6 +37,10 @@ from services.generator.weights import PolicyClient
 DRAIN_S = 10.0
 """After SIGTERM: what finishes within this is handed off, the rest is given back."""
 
+STOP_TAKING_S = 2.0
+"""A take under way may end within it after SIGTERM; it takes longer only while the queue server is
+away."""
+
 GIVE_BACK_S = 5.0
 """Longest time that giving back may take at the end."""
 
@@ -220,10 +224,13 @@ class Replica:
                 task.result()  # raises what ended it
             self._servicer.close()
             await lifecycle.set_ready(False)
+            # What a read cut off has brought would be nobody's until its claim is over.
+            await asyncio.wait({take}, timeout=STOP_TAKING_S)
             await cancel(take)
             if self._groups:
                 await asyncio.wait(self._groups, timeout=DRAIN_S)
         finally:
+            await cancel(take)  # before: it would take again, and be listed again
             # Where the queue server is away its takeover does the same, later.
             await within(GIVE_BACK_S, self._give_back(stage))
             await cancel(follow, ageing, probe, take, stop, *self._groups)
@@ -238,7 +245,7 @@ class Replica:
         more finished groups pile up here than fill the slots once.
         """
         num = self._recipe.generation.num_generations
-        while True:
+        while not self._lifecycle.stopping.is_set():
             failed = [
                 task
                 for task in self._groups

@@ -29,6 +29,16 @@ SAID_AGAIN_S = 300.0
 """What was said within so long may still be on its way to an aggregator that was away."""
 
 
+def say(recorder: Recorder, record: Record) -> None:
+    """Tell the ledger how a group ended."""
+    step = record.step if record.kind == "trained" else None
+    recorder.event(
+        wire.GroupEvent(
+            group_id=record.group_id, state=STATE_OF[record.kind], step=step, reason=record.reason
+        )
+    )
+
+
 class Book:
     """What became of the groups of this run."""
 
@@ -118,20 +128,13 @@ class Book:
         self.room.set()
 
     def _say(self, record: Record) -> None:
-        step = record.step if record.kind == "trained" else None
-        self._event(record.group_id, STATE_OF[record.kind], step=step, reason=record.reason)
+        say(self._recorder, record)
 
     def _event(
         self,
         group_id: str,
         state: wire.GroupState.ValueType,
         *,
-        step: int | None = None,
-        reason: str = "",
         row_index: int = 0,
     ) -> None:
-        self._recorder.event(
-            wire.GroupEvent(
-                group_id=group_id, state=state, step=step, reason=reason, row_index=row_index
-            )
-        )
+        self._recorder.event(wire.GroupEvent(group_id=group_id, state=state, row_index=row_index))

@@ -26,7 +26,7 @@ from services.common.readiness import ready_while
 from services.common.recorder import Recorder
 from services.trainer import dataset, past
 from services.trainer.attempts import Attempts
-from services.trainer.book import Book
+from services.trainer.book import Book, say
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.comparison import compare_for_ever
 from services.trainer.evaluation import evaluate, request_of
@@ -99,7 +99,10 @@ class Training:
 
     async def _stay_complete(self, over: dict[str, Any]) -> dict[str, Any]:
         """The run is over: nothing is trained, dispatched or published; what it came to is served
-        under its own version, by a trainer that stays up."""
+        under its own version, by a trainer that stays up. How the last groups ended is said again:
+        an aggregator that was away at the end may have missed it."""
+        for record in (*self._past.said, *self._past.ended):
+            say(self._record, record)
         if not self._recipe.trainer.exit_when_done and self._past.line.current:
             await self._load()
             self._open_store(self._past.last_attempt)

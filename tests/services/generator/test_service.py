@@ -383,6 +383,8 @@ async def test_a_dead_engine_ends_the_process_and_gives_back(
         with pytest.raises(EngineDead):
             await started.task
         assert await seen.pending() == [(b"~returned", 0)]
+        listed = await seen.client.raw.xinfo_consumers(seen.client.keys.requests, GROUP)
+        assert {each["name"] for each in listed} == {b"~returned"}
         assert started.engine.ended
 
 

@@ -157,13 +157,16 @@ async def test_a_stopped_trainer_loses_nothing(
 async def test_a_complete_run_started_again_does_nothing(
     valkey_url: str, tmp_path: Path, model: Path
 ) -> None:
-    """C37: no step, no version, no generation; the weights stay as they are."""
+    """C37: no step, no version, no generation; the weights stay as they are. Only how its groups
+    ended is said again: the aggregator may have been away at the end."""
     recipe = recipe_of(tmp_path, model, valkey_url, trainer={"exit_when_done": True})
     async with flowing(recipe) as river:
         report = check_balance(await river.run())
     weights = recipe.run_folder / "model" / "model.safetensors"
     before, written_ns = weights.read_bytes(), weights.stat().st_mtime_ns
+    said: list[wire.GroupEvent] = []
     async with flowing(recipe) as river:
+        river.recorder.event = said.append  # type: ignore[method-assign, assignment]
         assert await river.training.run() == report
         assert river.lifecycle.phase == "complete"
         assert await river.client.raw.hget(river.client.keys.clock, "attempt") == b"1"
@@ -172,6 +175,8 @@ async def test_a_complete_run_started_again_does_nothing(
     saved = newest(recipe).tensors
     for name, tensor in load_file(weights).items():
         assert torch.equal(tensor, saved[f"master.{name}"])
+    trained = [event.step for event in said if event.state == wire.GROUP_STATE_TRAINED]
+    assert trained == sorted([1, 2, 3, 4, 5] * 2)
 
 
 async def test_a_complete_run_that_stays_up_serves_its_last_version(
