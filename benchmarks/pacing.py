@@ -41,17 +41,39 @@ GROUPS_PER_STEP, MAX_STALENESS = 8, 2
 DURATION_S: dict[str, float] = {}
 """Of each prompt (epoch.ordinal)."""
 
+LOAD_S = [0.0]
+"""From a publish until replicas begin groups with it."""
+
 
 class LogNormal(River):
     """Groups side by side, each as long as its prompt takes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._since: dict[int, float] = {}
         self.tokens: dict[str, int] = {}
         self.ended: dict[str, str] = {}
         self._under_way: dict[asyncio.Event, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.recorder.event = self._event  # type: ignore[method-assign]
+
+    def current_version(self) -> int:
+        """The newest version that has been published for LOAD_S: so long do replicas take."""
+        published = super().current_version()
+        self._since.setdefault(published, time.monotonic())
+        ready = [v for v, at_s in self._since.items() if time.monotonic() - at_s >= LOAD_S[0]]
+        return max(ready, default=min(self._since))
+
+    async def begin_with(self) -> int:
+        """As services/generator/serving.py does: a version on its way is waited for, no longer than
+        half of the time between the last two."""
+        *_, before_s, last_s = [-1.0, 0.0, *self._since.values()]
+        while (  # noqa: ASYNC110 - time ends it, too
+            super().current_version() > self.current_version()
+            and time.monotonic() < last_s + (last_s - before_s) / 2
+        ):
+            await asyncio.sleep(0.01)
+        return self.current_version()
 
     def _event(self, event: metrics_pb2.GroupEvent) -> None:
         state = metrics_pb2.GroupState.Name(event.state).removeprefix("GROUP_STATE_").lower()
@@ -96,6 +118,7 @@ class LogNormal(River):
             for too_old, began in self._under_way.items():
                 if self.version - began > MAX_STALENESS:
                     too_old.set()
+            self.current_version()
             await asyncio.sleep(0.01)
 
 
@@ -205,7 +228,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=1_600, help="of the epoch (default: 1600)")
     parser.add_argument("--seed", type=int, default=0, help="of the durations (default: 0)")
+    parser.add_argument("--load-s", type=float, default=0.0, help="of a version (default: 0)")
     chosen = parser.parse_args()
+    LOAD_S[0] = chosen.load_s
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     drawn = np.random.default_rng(chosen.seed).lognormal(np.log(MEDIAN_S), SIGMA, chosen.prompts)
     DURATION_S.update({f"0.{n}": float(seconds) for n, seconds in enumerate(drawn)})
@@ -234,7 +259,9 @@ def main() -> None:
             )
     RESULT.parent.mkdir(exist_ok=True)
     content = {stale: asdict(each) for stale, each in found.items()}
-    RESULT.write_text(json.dumps(content | {"prompts": chosen.prompts}, indent=2) + "\n")
+    RESULT.write_text(
+        json.dumps(content | {"prompts": chosen.prompts, "load_s": chosen.load_s}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

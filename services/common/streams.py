@@ -15,7 +15,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -135,12 +135,14 @@ class Stage:
         """Entries that this worker holds."""
         return len(self._held)
 
-    async def take(self, limit: int, *, version: Callable[[], int] | None = None) -> list[Entry]:
+    async def take(
+        self, limit: int, *, version: Callable[[], Awaitable[int]] | None = None
+    ) -> list[Entry]:
         """Up to `limit` entries (evaluation first), waiting about a second for one; [] when none
         came.
 
-        `version` tells the policy version that a generator serves: it is asked when entries have
-        come, and noted as the one that their groups began with.
+        `version` tells the policy version that a generator serves: it is awaited when entries have
+        come (they are held meanwhile), and noted as the one that their groups began with.
         """
         if self._renewal is not None and self._renewal.done():
             self._renewal.result()  # raises what ended it: without renewal nothing may be taken
@@ -152,7 +154,7 @@ class Stage:
             entries = await self._read(limit)
         if not entries:
             return []
-        return await self._begin(entries, None if version is None else version())
+        return await self._begin(entries, version)
 
     async def hand_off(self, entry: Entry, *, data: bytes, n: int) -> Outcome:
         """Add the result to the next stream and remove the entry, atomically; waits while the
@@ -331,20 +333,21 @@ class Stage:
             return None
         return self._entry(stream, live[0][0], live[0][1], deliveries + 1)
 
-    async def _begin(self, entries: list[Entry], version: int | None) -> list[Entry]:
+    async def _begin(
+        self, entries: list[Entry], version: Callable[[], Awaitable[int]] | None
+    ) -> list[Entry]:
         held = []
+        # Before any call: what it takes must be renewed from the first moment.
+        self._held |= {(entry.stream, entry.entry_id): entry for entry in entries}
+        served = "" if version is None else await version()
         for stream in {e.stream for e in entries}:
             mine = [e for e in entries if e.stream == stream]
             triples = [x for e in mine for x in (e.entry_id, e.deliveries, e.group_id)]
             tracked = "0" if stream.startswith("eval") else "1"
-            for (
-                entry
-            ) in mine:  # before the call: what it takes must be renewed from the first moment
-                self._held[stream, entry.entry_id] = entry
             clock, words = await self._client.script(
                 "begin",
                 [self._key(stream), self._keys.outstanding, self._keys.clock],
-                [self.consumer, "" if version is None else version, tracked, *triples],
+                [self.consumer, served, tracked, *triples],
             )
             self._set_clock(clock)
             for entry, word in zip(mine, words, strict=True):

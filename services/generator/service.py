@@ -37,10 +37,6 @@ from services.generator.weights import PolicyClient
 DRAIN_S = 10.0
 """After SIGTERM: what finishes within this is handed off, the rest is given back."""
 
-STOP_TAKING_S = 2.0
-"""A take under way may end within it after SIGTERM; it takes longer only while the queue server is
-away."""
-
 GIVE_BACK_S = 5.0
 """Longest time that giving back may take at the end."""
 
@@ -224,8 +220,6 @@ class Replica:
                 task.result()  # raises what ended it
             self._servicer.close()
             await lifecycle.set_ready(False)
-            # What a read cut off has brought would be nobody's until its claim is over.
-            await asyncio.wait({take}, timeout=STOP_TAKING_S)
             await cancel(take)
             if self._groups:
                 await asyncio.wait(self._groups, timeout=DRAIN_S)
@@ -245,7 +239,7 @@ class Replica:
         more finished groups pile up here than fill the slots once.
         """
         num = self._recipe.generation.num_generations
-        while not self._lifecycle.stopping.is_set():
+        while True:
             failed = [
                 task
                 for task in self._groups
@@ -271,7 +265,9 @@ class Replica:
                 await asyncio.sleep(0.005 if ready else 0.1)
                 continue
             self._lifecycle.enter("generating")
-            entries = await stage.take(max(1, -(-free // num)), version=lambda: serving.version)
+            entries = await stage.take(
+                max(1, -(-free // num)), version=serving.version_to_begin_with
+            )
             slots.set_starving(not entries)
             for entry in entries:
                 self._starting.add(entry)

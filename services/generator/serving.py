@@ -28,6 +28,9 @@ from services.generator.weights import Announcement, FetchFailed, PolicyClient, 
 MAX_LOADS = 3
 """Failed loads in a row before the replica gives up."""
 
+LOOK_S = 0.01
+"""How often it is seen whether a version on its way has come."""
+
 REFETCH_S = 0.2
 """Pause before a version that could not be fetched is tried again, or a newer one."""
 
@@ -81,6 +84,16 @@ class Serving:
         if self.proven == 0 or latest is None or self.attempt < latest.attempt:
             return False
         return self.behind <= latest.max_staleness
+
+    async def version_to_begin_with(self) -> int:
+        """The version served, once one that is on its way is.
+
+        Prompts come when a step is done, which is when a version has just been announced: begun
+        with the one before, their groups would be a version older from the first token on.
+        """
+        while self._client.expects_newer_than(self.version):  # noqa: ASYNC110 - time ends it, too
+            await asyncio.sleep(LOOK_S)
+        return self.version
 
     async def start(self, say: Callable[[str], None]) -> None:
         """Load the first version with the load-path proof. Raises LoadNotProven when the engine

@@ -8,9 +8,11 @@ previous file is kept until the next is proven.
 
 import asyncio
 import hashlib
+import math
 import random
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +31,9 @@ from services.common.memory_folder import MemoryFolder
 
 RETRY_S = (0.2, 3.0)
 """Shortest and longest pause before a broken stream is opened again."""
+
+MAX_EXPECTED_S = 30.0
+"""Longest time that a version is waited for after its announcement, however rare versions are."""
 
 MAX_FETCHES = 5
 """Tries at one version; then it has failed."""
@@ -94,6 +99,7 @@ class PolicyClient:
         self._generator = generator
         self.latest: Announcement | None = None
         self._served: wire.ReportServingRequest | None = None
+        self._announced_s, self._expected_by_s = -math.inf, -math.inf
         self._changed = asyncio.Condition()
         self._memory = MemoryFolder("weights")
         self._folder = self._memory.path
@@ -157,9 +163,23 @@ class PolicyClient:
     async def _see(self, announced: Announcement) -> None:
         if self.latest is not None and announced.attempt < self.latest.attempt:
             return
+        if self.latest is None or announced.version != self.latest.version:
+            before_s, self._announced_s = self._announced_s, time.monotonic()
+            waited_s = min(MAX_EXPECTED_S, (self._announced_s - before_s) / 2)
+            self._expected_by_s = self._announced_s + waited_s
         async with self._changed:
             self.latest = announced
             self._changed.notify_all()
+
+    def expects_newer_than(self, version: int) -> bool:
+        """Whether a newer version has been announced, and not so long ago that waiting for it would
+        cost more than it brings: half of the time between the last two announcements."""
+        latest = self.latest
+        return (
+            latest is not None
+            and latest.version > version
+            and time.monotonic() < self._expected_by_s
+        )
 
     async def newer_than(self, version: int, *, attempt: int | None = None) -> Announcement:
         """Wait until a version above `version` is announced, or any of an attempt above `attempt`:

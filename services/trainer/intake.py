@@ -65,9 +65,11 @@ class Policy:
 
     def staleness(self, version: int) -> int:
         """Publishes of the line since `version`."""
-        if self.publishes_of is None:
-            return self.version - version
-        return self.publishes_of[self.version] - self.publishes_of[version]
+        return self.place(self.version) - self.place(version)
+
+    def place(self, version: int) -> int:
+        """Of a version in the line."""
+        return version if self.publishes_of is None else self.publishes_of[version]
 
 
 def admit(data: bytes, *, group_id: str, policy: Policy) -> AdmittedGroup:

@@ -9,7 +9,7 @@ waits_for: scored groups in `samples`. unblocked_by: generators and scorers.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -19,7 +19,7 @@ from services.trainer.book import Book
 from services.trainer.dispatch import REASONS
 from services.trainer.intake import AdmittedGroup, Poison, Policy, Refused, admit
 from services.trainer.measure import StepTimes
-from services.trainer.pace import began_of, last_step, may_sit
+from services.trainer.pace import LagAtBegin, began_of, last_step, may_sit
 from services.trainer.run_queue import Delivery, RunQueue
 from services.trainer.types import TrainSample
 
@@ -48,6 +48,7 @@ class Intake:
         """Of them, those that have no seat in a step yet."""
         self._began: dict[str, int] = {}
         self._looked_s = -math.inf
+        self._lag = LagAtBegin(recipe.trainer.groups_per_step)
 
     async def fill(self, times: StepTimes) -> list[AdmittedGroup]:
         """Groups for the open step: as many as a step has, or as are left.
@@ -82,6 +83,47 @@ class Intake:
                 )
                 continue
             await self._take(wanted - len(groups), times, late=late)
+
+    def may_dispatch(self) -> bool:
+        """Whether a group that is dispatched now can still be admitted in time, beside all others.
+
+        It can be fewer than the bound on their number: generators load a version some time after
+        it is published, and what they begin until then is as old as the one before.
+        """
+        trainer, outstanding = self._recipe.trainer, self._book.outstanding
+        if trainer.stale == "drop" or len(outstanding) < trainer.groups_per_step:
+            return True
+        lasts = self._last_steps(outstanding.keys())
+        new = self._last_step_of_new()
+        before = sum(step is not None and 0 < step <= new for step in lasts.values())
+        seats = self._wanted() - (len(self.held) - len(self._waiting))
+        return before < seats + trainer.groups_per_step * (new - 1)
+
+    def dispatched(self, group_id: str) -> None:
+        """A group is on its way to the generators."""
+        self._lag.dispatched(group_id, at=self._policy())
+
+    def _last_step_of_new(self) -> int:
+        """Of a group that nobody has begun yet."""
+        trainer = self._recipe.trainer
+        current = last_step(
+            None, policy=self._policy(), weight_sync_steps=trainer.weight_sync_steps
+        )
+        assert current is not None
+        return max(1, current - self._lag.usual * trainer.weight_sync_steps)
+
+    def _last_steps(self, group_ids: Iterable[str]) -> dict[str, int | None]:
+        """The last step that can admit each of these, but for those that have their seat."""
+        seated, policy = self.held.keys() - set(self._waiting), self._policy()
+        unbegun = self._last_step_of_new()
+        every = self._recipe.trainer.weight_sync_steps
+        return {
+            group_id: last_step(self._began[group_id], policy=policy, weight_sync_steps=every)
+            if group_id in self._began
+            else unbegun
+            for group_id in group_ids
+            if group_id not in seated
+        }
 
     def _wanted(self) -> int:
         """Groups of the open step."""
@@ -120,7 +162,9 @@ class Intake:
             return
         begin_s = time.monotonic()
         self._began = began_of(await self._queue.outstanding())
+        self._lag.seen(self._began, at=self._policy())
         self._looked_s = time.monotonic()
+        self._book.room.set()
         if times is not None:
             times.data_s += self._looked_s - begin_s
 
@@ -129,15 +173,8 @@ class Intake:
         trainer, remaining = self._recipe.trainer, self._book.dispatcher.remaining
         if not self._waiting or trainer.stale == "drop":
             return next(iter(self._waiting), None)
-        last, policy = dict[str, int | None](), self._policy()
-        seated = self.held.keys() - set(self._waiting)
-        for group_id in self._book.outstanding.keys() - seated:
-            if group_id in self._began or group_id in self._waiting:
-                last[group_id] = last_step(
-                    self._began.get(group_id),
-                    policy=policy,
-                    weight_sync_steps=trainer.weight_sync_steps,
-                )
+        begun = self._began.keys() & self._book.outstanding.keys()
+        last = self._last_steps(begun | set(self._waiting))
         first = min(self._waiting, key=lambda group_id: last[group_id] or 0)
         if overdue or (remaining is not None and remaining <= trainer.groups_per_step):
             return first  # nobody is waited for: there is no step after this one, or it is overdue
@@ -156,11 +193,13 @@ class Intake:
     ) -> None:
         """A group that is settled was not used."""
         self.held.pop(group_id, None)
+        self._lag.forget(group_id)
         self._book.dropped(group_id, reason, samples)
 
     def train_settled(self, group_id: str, *, reason: str) -> None:
         """A group that is settled was used by the step."""
         self.held.pop(group_id)
+        self._lag.forget(group_id)
         self._book.trained(group_id, step=self.number, reason=reason)
 
     def _hold(self, delivery: Delivery) -> bool:

@@ -8,6 +8,7 @@ that could not be admitted any more once it and the steps after it were filled w
 Pure: knows no queue and no clock.
 """
 
+from collections import deque
 from collections.abc import Collection, Mapping
 
 from services.trainer.intake import Policy
@@ -62,3 +63,37 @@ def may_sit(
         sum(each <= step for each in waited_for) <= seats - 1 + groups_per_step * (step - 1)
         for step in {each for each in waited_for if 0 < each < last}
     )
+
+
+class LagAtBegin:
+    """How many versions before the one of its dispatch groups begin with, of late.
+
+    Prompts are dispatched when a step is done, which is when a version has just been published:
+    generators that have room begin them before they have loaded it.
+    """
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._places: dict[str, int] = {}
+        """In the line, of the version at dispatch, of groups not seen to have begun."""
+        self._lags: deque[int] = deque(maxlen=4 * groups_per_step)
+
+    @property
+    def usual(self) -> int:
+        """Of the last groups, four of five had no more; 0 before there are some."""
+        lags = sorted(self._lags)
+        return lags[len(lags) * 4 // 5] if lags else 0
+
+    def dispatched(self, group_id: str, *, at: Policy) -> None:
+        """A group is dispatched now."""
+        self._places[group_id] = at.place(at.version)
+
+    def seen(self, began: Mapping[str, int], *, at: Policy) -> None:
+        """The versions with which groups have begun, those of before too."""
+        for group_id in self._places.keys() & began.keys():
+            place = self._places.pop(group_id)
+            if began[group_id] in at.step_of:
+                self._lags.append(max(0, place - at.place(began[group_id])))
+
+    def forget(self, group_id: str) -> None:
+        """It has ended, begun or not."""
+        self._places.pop(group_id, None)

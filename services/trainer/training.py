@@ -247,13 +247,14 @@ class Training:
         bound = self._recipe.max_outstanding
         while True:
             ticket = None
-            if len(self._book.outstanding) < bound:
+            if len(self._book.outstanding) < bound and self._intake.may_dispatch():
                 ticket = self._book.next_ticket()
             if ticket is None:
                 self._book.room.clear()
                 await self._book.room.wait()
                 continue
             self._dispatching.add(ticket.group_id)
+            self._intake.dispatched(ticket.group_id)
             row = self._rows.training[ticket.row]
             request = request_of(
                 row, group_id=ticket.group_id, recipe=self._recipe, evaluation=False

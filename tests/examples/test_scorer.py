@@ -22,7 +22,7 @@ from services.common.streams import Stage
 from services.trainer.intake import Policy, admit
 from services.trainer.run_queue import Delivery, RunQueue
 from tests.services.scorer.groups import group_of
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, always
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +58,7 @@ class River:
 
     async def put_bytes(self, group_id: str, data: bytes) -> None:
         await self.trainer.dispatch(group_id, b"", evaluation=group_id.startswith("eval"))
-        [entry] = await self.generator.take(1, version=lambda: 3)
+        [entry] = await self.generator.take(1, version=always(3))
         assert await self.generator.hand_off(entry, data=data, n=1) == "done"
 
     async def get(self, *, evaluation: bool = False) -> Delivery:

@@ -9,6 +9,7 @@ from services.common.queue import QueueClient
 from services.trainer.run_queue import RunQueue
 from tests.services.common.test_streams import connected, stage, started, take
 from tests.services.scorer.groups import group_of
+from tests.waiting import always
 
 
 async def refused(
@@ -17,7 +18,7 @@ async def refused(
     """A run whose group 0.0.1.0 a scorer has refused; the trainer has not looked yet."""
     run = await started(client, "0.0.1.0")
     generator, scorer = stage(client), stage(client, "groups", "s")
-    [entry] = await generator.take(1, version=lambda: 7)
+    [entry] = await generator.take(1, version=always(7))
     assert await generator.hand_off(entry, data=data, n=2) == "done"
     [entry] = await scorer.take(1)
     assert await scorer.refuse(entry, reason=reason) == "done"

@@ -20,7 +20,7 @@ from services.launcher import embedded_queue
 from services.trainer.run_queue import Delivery, RunQueue
 from tests.conftest import free_port
 from tests.services.common.test_streams import SETTINGS, stage
-from tests.waiting import until
+from tests.waiting import always, until
 
 
 class Server:
@@ -91,7 +91,7 @@ class Run:
         await self.trainer.start(floor=4, recipe="x")
         for group in "abcdef":
             await self.trainer.dispatch(group, b"request of " + group.encode())
-        a, b, c, d = await self.generator.take(4, version=lambda: 7)
+        a, b, c, d = await self.generator.take(4, version=always(7))
         await self.generator.refuse(a, reason="bad")
         for entry in (b, c, d):
             await self.generator.hand_off(entry, data=b"group", n=2)
@@ -102,7 +102,7 @@ class Run:
         await self.trainer.settle([(tombstone.entry_id, "a")], step=3)
         [_] = await self.dead.take(1)
         await asyncio.sleep(SETTINGS.claim_after_s * 1.2)
-        [self.e] = await self.heir.take(1, version=lambda: 7)
+        [self.e] = await self.heir.take(1, version=always(7))
 
     d: Entry
     b: Delivery
@@ -180,7 +180,7 @@ async def test_an_append_only_file_cut_anywhere_holds_whole_scripts_only(server:
         run = Run(client)
         await run.trainer.start(floor=1, recipe="x")
         await run.trainer.dispatch("a", b"request")
-        [a] = await run.generator.take(1, version=lambda: 7)
+        [a] = await run.generator.take(1, version=always(7))
         await until(lambda: written(server))
         before = server.appended.stat().st_size
         await run.generator.hand_off(a, data=b"group", n=2)

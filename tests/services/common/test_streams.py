@@ -17,6 +17,7 @@ from services.common.queue import GROUP, QueueClient
 from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
 from services.trainer.run_queue import QueueLost, RunQueue
+from tests.waiting import always
 
 SETTINGS = Queue(claim_after_s=0.3, max_work_s=60)
 
@@ -69,7 +70,7 @@ async def test_a_group_goes_through_all_stages_and_leaves_nothing(queue_url: str
     async with connected(queue_url) as client:
         run = await started(client, "0.0.1.0")
         generator, scorer = stage(client), stage(client, "groups", "s")
-        [entry] = await generator.take(5, version=lambda: 7)
+        [entry] = await generator.take(5, version=always(7))
         assert (entry.group_id, entry.data, entry.evaluation) == ("0.0.1.0", b"request", False)
         assert entry.wait_s is not None
         assert 0 <= entry.wait_s < 60

@@ -212,7 +212,7 @@ async def test_a_new_attempt_is_served_though_the_replaced_one_has_published_pas
             await replica.trainer.publish(version)
         await replica.start()
         replica.go()
-        assert (replica.serving.version, replica.serving.attempt) == (2, 1)
+        await until(lambda: (replica.serving.version, replica.serving.attempt) == (2, 1))
         store, restored = replica.trainer.store, weights_of(3)
         store._attempt = 2
         save_file({"w": restored}, store.next_path())

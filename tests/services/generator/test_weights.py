@@ -5,6 +5,7 @@ import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -368,3 +369,36 @@ async def test_a_report_to_an_absent_trainer_is_not_an_error(
     monkeypatch.setattr(weights, "UNARY_DEADLINE_S", 0.05)
     async with client_of(free_port()) as client:
         await client.report(version=1, pause_s=0.1, canary_gap=0.0)
+
+
+async def test_a_version_on_its_way_is_expected_for_half_of_the_time_between_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions are announced at 100, 110 and 200 s: the second is expected until 115 s, and the
+    third no longer than 30 s. The same one again, with the values of the proof, changes nothing."""
+    now_s = [0.0]
+    monkeypatch.setattr(weights, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    async with trainer(tmp_path) as made, client_of(made.port) as client, watching(client):
+
+        async def announced_at(moment_s: float, seed: int) -> None:
+            now_s[0] = moment_s
+            await made.publish(seed, provable=False)
+            await client.newer_than(seed - 1)
+
+        def expected(moment_s: float, *, served: int) -> bool:
+            now_s[0] = moment_s
+            return client.expects_newer_than(served)
+
+        assert not expected(0, served=0), "nothing has been announced"
+        await announced_at(100, 1)
+        assert not expected(100, served=1)
+        await announced_at(110, 2)
+        now_s[0] = 114
+        await made.store.add_perturbed(2, perturbed(weights_of(2)))
+        await client.provable()
+        assert expected(114.9, served=1)
+        assert not expected(114.9, served=2)
+        assert not expected(115, served=1)
+        await announced_at(200, 3)
+        assert expected(229.9, served=2)
+        assert not expected(230, served=2)

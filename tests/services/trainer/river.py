@@ -126,6 +126,10 @@ class River:
         """The trainer's version, which the generator serves before it generates."""
         return self.training._store.version
 
+    async def begin_with(self) -> int:
+        """The version that is noted for groups that begin."""
+        return self.current_version()
+
     def is_current(self) -> bool:
         """Whether the generator serves it."""
         return self.version == self.current_version()
@@ -157,7 +161,7 @@ class River:
             while True:
                 # What an earlier attempt published may be of a dead line.
                 await until(lambda: self.served_attempt >= stage.clock.attempt)
-                for entry in await stage.take(4, version=self.current_version):
+                for entry in await stage.take(4, version=self.begin_with):
                     await self._generate_one(stage, entry)
 
     async def _generate_one(self, stage: Stage, entry: Entry) -> None:

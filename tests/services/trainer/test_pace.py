@@ -2,7 +2,7 @@ import pytest
 
 from services.trainer.intake import Policy
 from services.trainer.line import VersionLine
-from services.trainer.pace import began_of, last_step, may_sit
+from services.trainer.pace import LagAtBegin, began_of, last_step, may_sit
 
 
 def policy(
@@ -93,3 +93,25 @@ def test_seats_are_kept_for_more_than_a_later_step_has() -> None:
 def test_more_urgent_groups_than_seats_keep_all_others_out() -> None:
     assert not sits(2, *[1] * 9)
     assert sits(1, *[1] * 9)
+
+
+def test_a_lag_is_counted_from_the_version_at_dispatch() -> None:
+    """Two groups a step, so eight are remembered. Begun with the version before: 1; what waited for
+    a generator until later versions came has no lag."""
+    lag = LagAtBegin(2)
+    assert lag.usual == 0
+    for number in range(8):
+        lag.dispatched(f"0.{number}.1.0", at=policy(7))
+    lag.seen({f"0.{number}.1.0": 7 for number in range(6)}, at=policy(8))
+    lag.seen({"0.6.1.0": 8, "0.7.1.0": 9}, at=policy(9))
+    assert lag.usual == 0
+    for number in range(8, 10):
+        lag.dispatched(f"0.{number}.1.0", at=policy(9))
+    began = {f"0.{number}.1.0": 7 for number in range(8, 10)}
+    lag.seen(began, at=policy(10))
+    lag.seen(began, at=policy(11))
+    assert lag.usual == 2, "each counts once: two of eight are more than one of five"
+    lag.dispatched("0.10.1.0", at=policy(9))
+    lag.forget("0.10.1.0")
+    lag.seen({"0.10.1.0": 1}, at=policy(11))
+    assert lag.usual == 2
