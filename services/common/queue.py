@@ -125,7 +125,7 @@ class QueueClient:
         waits_for: a server that works. unblocked_by: pauses of at most MAX_BACKOFF_S.
         Raises UserError when the server refuses the credentials, or is not what the URL says.
         """
-        waiting = missing = False
+        waiting = missing = answered = False
         tries = 0
         try:
             while True:
@@ -145,6 +145,7 @@ class QueueClient:
                         self.outages.failed(error)
                         self._no_takeover()
                 else:
+                    answered = True
                     if waiting:
                         self._reconnected()
                     return answer
@@ -152,7 +153,7 @@ class QueueClient:
                 await asyncio.sleep(backoff_s(tries))
         finally:
             if waiting:
-                self.outages.end()
+                self.outages.end(answered=answered)
 
     def _reconnected(self) -> None:
         self.reconnects += 1

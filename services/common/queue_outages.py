@@ -110,12 +110,14 @@ class Outages:
                 "queue server unavailable", why=why, unavailable_s=round(away_s, 1)
             )
 
-    def end(self) -> None:
-        """A call no longer waits: it has succeeded, or nobody wants it any more."""
+    def end(self, *, answered: bool) -> None:
+        """A call no longer waits: it was answered, or nobody wants it any more."""
         now_s = self._count()
         self.waiting -= 1
-        if not self.waiting:
-            self.details.pop("queue", None)
+        if self.waiting:
+            return
+        self.details.pop("queue", None)
+        if answered:
             structlog.get_logger().warning(
                 "queue server back", unavailable_s=round(now_s - self._began_s, 1)
             )

@@ -101,26 +101,28 @@ class Intake:
 
     def dispatched(self, group_id: str) -> None:
         """A group is on its way to the generators."""
-        self._lag.dispatched(group_id, at=self._policy())
+        if self._recipe.trainer.stale == "wait":
+            self._lag.dispatched(group_id, at=self._policy())
 
     def _last_step_of_new(self) -> int:
         """Of a group that nobody has begun yet."""
-        trainer = self._recipe.trainer
-        current = last_step(
-            None, policy=self._policy(), weight_sync_steps=trainer.weight_sync_steps
-        )
+        every = self._recipe.trainer.weight_sync_steps
+        current = last_step(None, policy=self._policy(), weight_sync_steps=every)
         assert current is not None
-        return max(1, current - self._lag.usual * trainer.weight_sync_steps)
+        return max(1, current - self._lag.usual * every)
 
     def _last_steps(self, group_ids: Iterable[str]) -> dict[str, int | None]:
         """The last step that can admit each of these, but for those that have their seat."""
         seated, policy = self.held.keys() - set(self._waiting), self._policy()
-        unbegun = self._last_step_of_new()
         every = self._recipe.trainer.weight_sync_steps
+        # By version, of which there are few: this is asked for every seat and every dispatch.
+        of_version: dict[int | None, int | None] = {
+            began: last_step(began, policy=policy, weight_sync_steps=every)
+            for began in set(self._began.values())
+        }
+        of_version[None] = self._last_step_of_new()
         return {
-            group_id: last_step(self._began[group_id], policy=policy, weight_sync_steps=every)
-            if group_id in self._began
-            else unbegun
+            group_id: of_version[self._began.get(group_id)]
             for group_id in group_ids
             if group_id not in seated
         }
@@ -162,7 +164,8 @@ class Intake:
             return
         begin_s = time.monotonic()
         self._began = began_of(await self._queue.outstanding())
-        self._lag.seen(self._began, at=self._policy())
+        outstanding = self._book.outstanding.keys()
+        self._lag.seen(self._began, outstanding=outstanding, at=self._policy())
         self._looked_s = time.monotonic()
         self._book.room.set()
         if times is not None:
@@ -193,13 +196,11 @@ class Intake:
     ) -> None:
         """A group that is settled was not used."""
         self.held.pop(group_id, None)
-        self._lag.forget(group_id)
         self._book.dropped(group_id, reason, samples)
 
     def train_settled(self, group_id: str, *, reason: str) -> None:
         """A group that is settled was used by the step."""
         self.held.pop(group_id)
-        self._lag.forget(group_id)
         self._book.trained(group_id, step=self.number, reason=reason)
 
     def _hold(self, delivery: Delivery) -> bool:

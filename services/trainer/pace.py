@@ -76,24 +76,21 @@ class LagAtBegin:
         self._places: dict[str, int] = {}
         """In the line, of the version at dispatch, of groups not seen to have begun."""
         self._lags: deque[int] = deque(maxlen=4 * groups_per_step)
-
-    @property
-    def usual(self) -> int:
+        self.usual = 0
         """Of the last groups, four of five had no more; 0 before there are some."""
-        lags = sorted(self._lags)
-        return lags[len(lags) * 4 // 5] if lags else 0
 
     def dispatched(self, group_id: str, *, at: Policy) -> None:
         """A group is dispatched now."""
         self._places[group_id] = at.place(at.version)
 
-    def seen(self, began: Mapping[str, int], *, at: Policy) -> None:
-        """The versions with which groups have begun, those of before too."""
+    def seen(self, began: Mapping[str, int], *, outstanding: Collection[str], at: Policy) -> None:
+        """The versions with which groups have begun, those of before too; groups that are not
+        `outstanding` any more are forgotten."""
         for group_id in self._places.keys() & began.keys():
             place = self._places.pop(group_id)
             if began[group_id] in at.step_of:
                 self._lags.append(max(0, place - at.place(began[group_id])))
-
-    def forget(self, group_id: str) -> None:
-        """It has ended, begun or not."""
-        self._places.pop(group_id, None)
+        for group_id in self._places.keys() - set(outstanding):
+            del self._places[group_id]
+        if self._lags:
+            self.usual = sorted(self._lags)[len(self._lags) * 4 // 5]

@@ -80,10 +80,10 @@ def test_an_outage_is_counted_once_while_it_lasts(
     assert outages.details == {"queue": "unavailable for 2 s: gone"}
     assert unavailable_s(recorded) == 2
     now_s = 15.0
-    outages.end()
+    outages.end(answered=True)
     assert outages.lasts
     now_s = 16.0
-    outages.end()
+    outages.end(answered=True)
     assert (outages.lasts, outages.details, unavailable_s(recorded)) == (False, {}, 6)
     said = capsys.readouterr().out
     assert (said.count("queue server unavailable"), said.count("queue server back")) == (1, 1)
@@ -95,6 +95,9 @@ def test_an_outage_is_counted_once_while_it_lasts(
     assert outages.details == {"queue": "unavailable for 15 s: gone again"}
     assert capsys.readouterr().out.count("queue server unavailable") == 2
     assert unavailable_s(recorded) == 21
+    outages.end(answered=False)
+    assert not outages.lasts
+    assert "queue server back" not in capsys.readouterr().out, "nobody has seen it"
 
 
 def test_pauses_grow_and_differ() -> None:

@@ -44,6 +44,12 @@ class Straggling(River):
         self._decide = lambda group_id, _: began if group_id == SLOW else ""
         await super()._generate_one(stage, entry)
 
+    async def let_go_at(self, version: int) -> None:
+        """When it is served; then nothing, for ever."""
+        await until(lambda: self.version >= version)
+        self.let_go.set()
+        await asyncio.Event().wait()
+
     def waits(self) -> dict[int, float]:
         """perf/straggler_wait_s by step."""
         return {
@@ -90,13 +96,7 @@ async def test_a_step_waits_no_longer_than_it_may(
     valkey_url: str, tmp_path: Path, model: Path
 ) -> None:
     async with flowing_as(Straggling, recipe(tmp_path, model, valkey_url, overdue_s=0.3)) as river:
-
-        async def let_go() -> None:
-            await until(lambda: river.version >= 3)
-            river.let_go.set()
-            await asyncio.Event().wait()
-
-        report = await guarded(river.run(), let_go())
+        report = await guarded(river.run(), river.let_go_at(3))
     assert report is not None
     assert report["groups"]["trained"] == 10
     assert report["groups"]["dropped"]["stale"] == 1
@@ -109,13 +109,7 @@ async def test_a_run_may_go_on_without_what_is_late(
     valkey_url: str, tmp_path: Path, model: Path
 ) -> None:
     async with flowing_as(Straggling, recipe(tmp_path, model, valkey_url, stale="drop")) as river:
-
-        async def let_go() -> None:
-            await until(lambda: river.version >= 3)
-            river.let_go.set()
-            await asyncio.Event().wait()
-
-        report = await guarded(river.run(), let_go())
+        report = await guarded(river.run(), river.let_go_at(3))
     assert report is not None
     assert report["groups"]["trained"] == 10
     assert report["groups"]["dropped"]["stale"] == 1
