@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from services.common.config import Loss, Optimizer
+from services.common.training_config import Loss, Optimizer
 from services.trainer.logprobs import token_logprobs
 from services.trainer.loss import policy_loss
 from services.trainer.packing import Terms, pack
@@ -176,7 +176,7 @@ def measure(workload: Workload, *, repeats: int) -> dict[str, dict[str, float]]:
             token_budget=workload.token_budget,
             trained_token_budget=workload.token_budget,
         )
-        packs = [pack([samples[index] for index in row]) for row in found.rows]
+        packs = [pack([samples[index] for index in row.samples]) for row in found.rows]
         tokens["shared"] = sum(row.num_forwarded for row in packs)
         for row in packs:
             step.accumulate(row)

@@ -18,6 +18,7 @@ from services.scorer import rewards, scoring
 from services.scorer.wire import read_conversations, write_scored
 from services.trainer.intake import Policy, admit
 from services.trainer.learner import Learner
+from services.trainer.types import Row
 from tests.services.generator.fakes import recorder
 from tests.services.generator.spoken import TOKENIZER, Speaker, call, setting_of
 from tests.services.generator.test_openenv_client import template as template  # its fixture
@@ -106,7 +107,7 @@ async def test_a_step_is_taken_on_what_the_server_rewards(template: str, tmp_pat
     )
     before = {name: tensor.clone() for name, tensor in learner._model.state_dict().items()}
     for row in learner.plan(admitted.samples).rows:
-        learner.accumulate([admitted.samples[index] for index in row])
+        learner.accumulate([Row([admitted.samples[index] for index in row.samples])])
     assert learner.finish().applied
     after = learner._model.state_dict()
     assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())

@@ -85,6 +85,7 @@ class Outages:
         self.details: MutableMapping[str, str] = {}
         self.waiting = 0
         """Calls that wait for the server now."""
+        self._answered = False
         self._began_s = self._counted_s = self._told_s = 0.0
 
     @property
@@ -97,6 +98,7 @@ class Outages:
         if not self.waiting:
             self._began_s = self._counted_s = time.monotonic()
             self._told_s = self._began_s - TELL_EVERY_S
+            self._answered = False
         self.waiting += 1
 
     def failed(self, error: BaseException) -> None:
@@ -114,10 +116,11 @@ class Outages:
         """A call no longer waits: it was answered, or nobody wants it any more."""
         now_s = self._count()
         self.waiting -= 1
+        self._answered |= answered
         if self.waiting:
             return
         self.details.pop("queue", None)
-        if answered:
+        if self._answered:
             structlog.get_logger().warning(
                 "queue server back", unavailable_s=round(now_s - self._began_s, 1)
             )

@@ -23,7 +23,7 @@ from services.trainer.packing import pack
 from services.trainer.planner import Plan, plan
 from services.trainer.policy import MODEL_FILES
 from services.trainer.step import OptimizerStep, StepResult
-from services.trainer.types import TrainSample
+from services.trainer.types import Row, TrainSample
 
 CPU_RANDOM, CUDA_RANDOM = "random.cpu", "random.cuda"
 """Names of the random states among a checkpoint's tensors."""
@@ -67,9 +67,10 @@ class Learner:
             trained_token_budget=self._recipe.trained_token_budget,
         )
 
-    def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """Pack samples into one row; forward and backward of it."""
-        self._step.accumulate(pack(samples))
+    def accumulate(self, microbatch: Sequence[Row]) -> None:
+        """Forward and backward of one micro-batch: a row for every rank."""
+        [row] = microbatch
+        self._step.accumulate(pack(row.samples))
 
     def finish(self) -> StepResult:
         """The optimizer's part of the step."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.common.config import Loss
+from services.common.training_config import Loss
 from services.trainer.packing import Terms
 
 MAX_LOG_RATIO = 20.0

@@ -200,8 +200,9 @@ def _record_rows(
 ) -> None:
     forwarded, trained = result.forwarded_tokens, result.trained_tokens
     record.observe_many("batch/samples_per_row", [len(row) for row in rows], step=step)
-    record.observe_many("batch/row_tokens_mean", plan.row_tokens, step=step)
-    record.observe_many("batch/row_tokens_max", plan.row_tokens, step=step)
+    row_tokens = [row.tokens for row in plan.rows]
+    record.observe_many("batch/row_tokens_mean", row_tokens, step=step)
+    record.observe_many("batch/row_tokens_max", row_tokens, step=step)
     record.ratio("batch/row_fill_frac", forwarded, recipe.token_budget * len(rows), step=step)
     record.ratio("batch/duplication", forwarded, plan.unique_tokens, step=step)
     record.ratio("batch/packing_ratio", result.raw_tokens, forwarded, step=step)

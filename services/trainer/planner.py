@@ -15,18 +15,37 @@ from services.trainer.types import TrainSample
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Rows of one step. Every sample is in exactly one row or in `oversize`."""
+class PlannedRow:
+    """One forward of one rank."""
 
-    rows: list[list[int]]
-    """Indices of samples, row by row."""
-    row_tokens: list[int]
-    """Tokens that each row forwards."""
+    samples: list[int]
+    """Indices of samples, at least one."""
+    tokens: int
+    """That it forwards."""
+    load: float = 0.0
+    """What it costs, in the unit of the load that the plan was made with."""
+    echo: bool = False
+    """Its samples are in another row, too: forwarded without loss terms, so that a rank takes part
+    in a micro-batch for which there are too few samples."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Micro-batches of one step. Every sample is in exactly one row that is no echo, or in
+    `oversize`."""
+
+    microbatches: list[list[PlannedRow]]
+    """Micro-batch by micro-batch, a row for every rank."""
     oversize: list[int]
     """Indices of samples that fit no row, alone or not."""
     unique_tokens: int
-    """Tokens that the step would forward in one row without budgets: `sum(row_tokens)` over this is
-    the duplication."""
+    """Tokens that the step would forward in one row without budgets: the sum of the rows' over this
+    is the duplication."""
+
+    @property
+    def rows(self) -> list[PlannedRow]:
+        """All rows, micro-batch after micro-batch."""
+        return [row for microbatch in self.microbatches for row in microbatch]
 
 
 @dataclass
@@ -69,8 +88,10 @@ def plan(samples: Sequence[TrainSample], *, token_budget: int, trained_token_bud
         else:
             rows.append(unit)
     return Plan(
-        rows=[[int(chosen[order.order[place]]) for place in row.places] for row in rows],
-        row_tokens=[row.tokens for row in rows],
+        microbatches=[
+            [PlannedRow([int(chosen[order.order[place]]) for place in row.places], row.tokens)]
+            for row in rows
+        ],
         oversize=np.flatnonzero(~np.array(fits, bool)).tolist(),
         unique_tokens=int((order.lengths - order.shared).sum()),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from services.common.config import Loss, Optimizer
+from services.common.training_config import Loss, Optimizer
 from services.trainer.compatibility import prepare_model
 from services.trainer.logprobs import row_logprobs
 from services.trainer.loss import LossStatistics, policy_loss

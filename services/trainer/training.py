@@ -42,6 +42,7 @@ from services.trainer.resume import take_over
 from services.trainer.run_queue import DISPATCHES, RunQueue
 from services.trainer.saving import Saver
 from services.trainer.torch_thread import TorchThread
+from services.trainer.types import Row
 
 GAUGE_EVERY_S = 1.0
 """How often the streams' fill is measured."""
@@ -310,9 +311,10 @@ class Training:
         forwarded = [sample for _, sample in owned]
         begin_s = time.monotonic()
         plan = await self._torch(learner.plan, forwarded)
-        rows = [[forwarded[index] for index in row] for row in plan.rows]
-        for row in rows:
-            await self._torch(learner.accumulate, row)
+        rows = [[forwarded[index] for index in row.samples] for row in plan.rows]
+        for microbatch in plan.microbatches:
+            of_ranks = [Row([forwarded[i] for i in row.samples], row.echo) for row in microbatch]
+            await self._torch(learner.accumulate, of_ranks)
         result = await self._torch(learner.finish)
         times.fwd_s, times.fwd_bwd_s = result.fwd_s, result.fwd_bwd_s
         times.optimizer_s = result.optimizer_s
@@ -322,7 +324,7 @@ class Training:
         self._totals.steps += 1
 
         record_dropped_samples(self._record, "oversize", [forwarded[i] for i in plan.oversize])
-        used = {owned[index][0].group_id for row in plan.rows for index in row}
+        used = {owned[index][0].group_id for row in plan.rows for index in row.samples}
         unused = {group.group_id for group, _ in owned} - used
         begin_s = time.monotonic()
         if result.applied and self._publisher.steps_behind >= recipe.trainer.weight_sync_steps:

@@ -1,5 +1,6 @@
 """What the trainer's numerics work on: samples as numpy arrays, free of wire types and of torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +32,8 @@ class TrainSample:
     lags: NDArray[np.int16]
     """[L] optimizer steps between the weights that sampled the token and the current ones; 0 for
     context."""
+    conversation_tokens: int | None = None
+    """Trained tokens of its whole conversation, all forks together; None when it is all of it."""
 
     def __post_init__(self) -> None:
         shape = self.token_ids.shape
@@ -71,3 +74,13 @@ class TrainSample:
     def context(self) -> NDArray[np.int64]:
         """[num_context] the tokens that have to be forwarded."""
         return self.token_ids[: self.num_context]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What one rank forwards in one micro-batch."""
+
+    samples: Sequence[TrainSample]
+    """At least one."""
+    echo: bool = False
+    """Forwarded without loss terms: its samples are trained in another row."""

@@ -9,7 +9,7 @@ from services.common.command import service_command
 from services.trainer import service, training
 from services.trainer.learner import Learner
 from services.trainer.training import Training
-from services.trainer.types import TrainSample
+from services.trainer.types import Row
 from tests.chaos.witness import Note, Step
 from tests.chaos.world import witness_of
 
@@ -19,8 +19,9 @@ class WatchedLearner(Learner):
 
     entered: frozenset[str] = frozenset()
 
-    def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        super().accumulate(samples)
+    def accumulate(self, microbatch: Sequence[Row]) -> None:
+        super().accumulate(microbatch)
+        samples = [sample for row in microbatch for sample in row.samples]
         self.entered |= {sample.rollout_id.partition("/")[0] for sample in samples}
 
     def taken(self) -> frozenset[str]:

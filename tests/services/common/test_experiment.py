@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import Data, Loss, Recipe
+from services.common.config import Data, Recipe
 from services.common.errors import UserError
 from services.common.experiment import check_same, differences, plain
+from services.common.training_config import Loss
 
 
 def recipe(**changes: object) -> Recipe:

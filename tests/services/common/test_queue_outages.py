@@ -83,7 +83,7 @@ def test_an_outage_is_counted_once_while_it_lasts(
     outages.end(answered=True)
     assert outages.lasts
     now_s = 16.0
-    outages.end(answered=True)
+    outages.end(answered=False)
     assert (outages.lasts, outages.details, unavailable_s(recorded)) == (False, {}, 6)
     said = capsys.readouterr().out
     assert (said.count("queue server unavailable"), said.count("queue server back")) == (1, 1)

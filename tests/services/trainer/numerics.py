@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from services.common.config import Loss
+from services.common.training_config import Loss
 from services.trainer.types import TrainSample
 
 # Models this small gain nothing from threads, and threads that wait for a busy core cost seconds.

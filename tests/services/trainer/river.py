@@ -20,17 +20,7 @@ from safetensors.torch import load
 
 from services.common import grpc_kit, queue
 from services.common.background import guarded
-from services.common.config import (
-    Checkpoint,
-    Data,
-    Evaluation,
-    Model,
-    Network,
-    Optimizer,
-    Queue,
-    Recipe,
-    Trainer,
-)
+from services.common.config import Data, Model, Network, Queue, Recipe
 from services.common.config import Recorder as RecorderSettings
 from services.common.generation_config import Generation, Generator
 from services.common.lifecycle import Lifecycle
@@ -38,6 +28,7 @@ from services.common.partials import Count
 from services.common.queue import QueueClient
 from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
+from services.common.training_config import Checkpoint, Evaluation, Optimizer, Trainer
 from services.trainer.logprobs import sequence_logprobs
 from services.trainer.policy import PolicyServicer
 from services.trainer.run_queue import RunQueue

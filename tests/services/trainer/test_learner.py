@@ -8,9 +8,11 @@ from safetensors.torch import load, load_file, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common import canary
-from services.common.config import Data, Model, Optimizer, Recipe, Trainer
+from services.common.config import Data, Model, Recipe
 from services.common.errors import UserError
+from services.common.training_config import Optimizer, Trainer
 from services.trainer.learner import Learner
+from services.trainer.types import Row
 from tests.services.trainer.folders import make_folder
 from tests.services.trainer.numerics import make_sample
 
@@ -41,7 +43,7 @@ def transformers_logprobs(model: Any, rows: "np.ndarray[Any, Any]") -> "np.ndarr
 
 
 def train(learner: Learner) -> None:
-    learner.accumulate([make_sample([1, 2, 3, 4], num_prompt=2)])
+    learner.accumulate([Row([make_sample([1, 2, 3, 4], num_prompt=2)])])
     assert learner.finish().applied
 
 
@@ -107,10 +109,10 @@ def test_training_goes_on_after_a_perturbation_as_if_there_had_been_none(
     disturbed, quiet = Learner(recipe(folder)), Learner(recipe(folder))
     for learner in (disturbed, quiet):
         learner.write_weights(tmp_path / "v.safetensors")
-        learner.accumulate([make_sample([1, 2, 3, 4], num_prompt=2)])
+        learner.accumulate([Row([make_sample([1, 2, 3, 4], num_prompt=2)])])
         if learner is disturbed:  # between two rows of a step, as for a generator that joins
             learner.perturbed_logprobs(tmp_path / "v.safetensors", ROWS)
-        learner.accumulate([make_sample([5, 6, 7], num_prompt=1)])
+        learner.accumulate([Row([make_sample([5, 6, 7], num_prompt=1)])])
         learner.finish()
     pairs = zip(state(disturbed).values(), state(quiet).values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -132,7 +134,7 @@ def test_save_makes_a_folder_that_transformers_loads(folder: Path, tmp_path: Pat
 def test_a_plan_keeps_to_the_recipes_budgets(folder: Path) -> None:
     learner = Learner(recipe(folder, token_budget=2048, trained_token_budget=4))
     samples = [make_sample([1, 2, n, 4], num_prompt=2, rollout_id=f"g/{n}") for n in range(5, 8)]
-    assert [len(row) for row in learner.plan(samples).rows] == [2, 1]
+    assert [len(row.samples) for row in learner.plan(samples).rows] == [2, 1]
     assert learner.vocab_size == 50
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config import Loss
+from services.common.training_config import Loss
 from services.trainer.loss import GUARDS, LossStatistics, policy_loss
 from services.trainer.packing import Terms
 from tests.services.trainer.numerics import PLAIN

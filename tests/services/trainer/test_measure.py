@@ -4,11 +4,12 @@ from typing import Any
 import pytest
 
 from services.aggregator.catalogue import CATALOGUE
-from services.common.config import Data, Recipe, Trainer
+from services.common.config import Data, Recipe
 from services.common.config import Recorder as RecorderSettings
 from services.common.generation_config import Generator
 from services.common.partials import Count, Observation, Partial, Ratio
 from services.common.recorder import Recorder
+from services.common.training_config import Trainer
 from services.trainer.dispatch import REASONS
 from services.trainer.intake import AdmittedGroup
 from services.trainer.measure import (
@@ -95,7 +96,7 @@ TIMES = StepTimes(
 def record(*samples: TrainSample, times: StepTimes, step: int = 3) -> Recorder:
     kept = recorder()
     result, rows = a_step(*samples)
-    chosen = [[samples[index] for index in row] for row in rows.rows]
+    chosen = [[samples[index] for index in row.samples] for row in rows.rows]
     groups = groups_of(*samples, staleness=2) if samples else []
     record_step(
         kept,

@@ -46,13 +46,12 @@ def test_interval_of_a_node_holds_exactly_what_is_below_it(group: list[np.ndarra
 
 
 def check(found: Plan, samples: list[TrainSample], tokens: int, trained: int) -> None:
-    placed = sorted(itertools.chain(found.oversize, *found.rows))
+    placed = sorted(itertools.chain(found.oversize, *(row.samples for row in found.rows)))
     assert placed == list(range(len(samples)))
-    assert len(found.rows) == len(found.row_tokens)
-    for row, row_tokens in zip(found.rows, found.row_tokens, strict=True):
-        members = [samples[index] for index in row]
-        assert row_tokens == len(prefixes([s.context for s in members])) <= tokens
-        assert row_tokens == pack(members).num_forwarded
+    for row in found.rows:
+        members = [samples[index] for index in row.samples]
+        assert row.tokens == len(prefixes([s.context for s in members])) <= tokens
+        assert row.tokens == pack(members).num_forwarded
         assert sum(s.num_trained for s in members) <= trained
 
 
@@ -79,11 +78,11 @@ def test_a_group_stays_together_and_pays_its_prompt_once() -> None:
     ]
     # 40 prompt tokens (39 of them in all groups) and 8 different completion tokens a group.
     found = plan(samples, token_budget=60, trained_token_budget=100)
-    assert [sorted({samples[i].group_id for i in row}) for row in found.rows] == [
+    assert [sorted({samples[i].group_id for i in row.samples}) for row in found.rows] == [
         ["0", "1"],
         ["2"],
     ]
-    assert found.row_tokens == [39 + 2 * 9, 48]
+    assert [row.tokens for row in found.rows] == [39 + 2 * 9, 48]
     assert found.unique_tokens == 39 + 3 * 9
 
 
@@ -93,7 +92,7 @@ def test_a_group_beyond_a_row_is_cut_along_its_trie() -> None:
     ]
     found = plan(samples, token_budget=10 + 3 * 5, trained_token_budget=100)
     check(found, samples, 25, 100)
-    assert found.row_tokens == [25, 25, 20]
+    assert [row.tokens for row in found.rows] == [25, 25, 20]
 
 
 def test_what_fits_nowhere_is_named() -> None:
@@ -103,6 +102,6 @@ def test_what_fits_nowhere_is_named() -> None:
         make_sample(range(12), num_prompt=2),
     ]
     found = plan(samples, token_budget=18, trained_token_budget=8)
-    assert found.rows == [[1]]
+    assert [row.samples for row in found.rows] == [[1]]
     assert found.oversize == [0, 2]
     assert plan([], token_budget=18, trained_token_budget=8).rows == []

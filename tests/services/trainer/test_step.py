@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from services.common.config import Loss, Optimizer
+from services.common.training_config import Loss, Optimizer
 from services.trainer.logprobs import sequence_logprobs
 from services.trainer.packing import pack
 from services.trainer.step import NO_DENOMINATOR, NON_FINITE, OptimizerStep, StepResult
