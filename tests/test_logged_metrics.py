@@ -15,16 +15,23 @@ from tests.emitted import disagreements
 
 SERVICES = Path(__file__).parents[1] / "services"
 
+RECORDING = ("count", "observe", "observe_many", "ratio")
+"""Methods of a recorder; a key without a namespace is told from other texts by them."""
+
 
 def written_keys(*services: str) -> Iterator[re.Pattern[str]]:
-    """What the code of some services spells out as `namespace/...`, as patterns: of an f-string's
-    values any part of a key may come.
+    """What the code of some services spells out as `namespace/...`, or as the first argument of a
+    recording call, as patterns: of an f-string's values any part of a key may come.
     """
     for path in (path for service in services for path in (SERVICES / service).rglob("*.py")):
         if "declared" in path.parts:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             parts: list[ast.expr] = []
+            match node:
+                case ast.Call(ast.Attribute(attr=called), [ast.Constant(str(key)), *_]):
+                    if called in RECORDING:
+                        yield re.compile(re.escape(key))
             if isinstance(node, ast.Constant):
                 parts = [node]
             elif isinstance(node, ast.JoinedStr):

@@ -105,9 +105,9 @@ async def test_a_step_is_taken_on_what_the_server_rewards(template: str, tmp_pat
             }
         )
     )
-    before = {name: tensor.clone() for name, tensor in learner._model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in learner._own._model.state_dict().items()}
     for row in learner.plan(admitted.samples).rows:
         learner.accumulate([Row([admitted.samples[index] for index in row.samples])])
     assert learner.finish().applied
-    after = learner._model.state_dict()
+    after = learner._own._model.state_dict()
     assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())

@@ -282,6 +282,27 @@ class Recipe(Section):
                 f"be below generator.max_model_len ({self.generator.max_model_len}): no room is "
                 "left for a prompt"
             )
+        if self.trainer.rows == "samples" and self.trainer.samples_per_row is None:
+            yield (
+                'trainer.samples_per_row: say how many, since trainer.rows = "samples"; or take '
+                'rows = "tokens", which fills rows up to trainer.token_budget'
+            )
+        if self.trainer.rows == "tokens" and self.trainer.samples_per_row is not None:
+            yield (
+                f"trainer.samples_per_row: {self.trainer.samples_per_row} has no meaning with "
+                'trainer.rows = "tokens"; leave it out, or set rows = "samples"'
+            )
+        if self.trainer.refill and self.zero_signal != "skip":
+            yield (
+                "trainer.refill: only groups that are skipped for want of signal have others in "
+                f'their place, and here zero_signal is "{self.zero_signal}"; set '
+                'trainer.zero_signal = "skip" or leave refill out'
+            )
+        if self.trainer.max_refill is not None and not self.trainer.refill:
+            yield (
+                f"trainer.max_refill: {self.trainer.max_refill} has no meaning without "
+                "trainer.refill; set trainer.refill = true or leave it out"
+            )
         if self.samples_capacity < self.trainer.groups_per_step:
             yield (
                 f"queue.samples_capacity: {self.samples_capacity} is below trainer.groups_per_step "
@@ -291,6 +312,7 @@ class Recipe(Section):
             self.data.reasoning_gym is None or self.data.reasoning_gym.task != "chain_sum"
         ):
             yield "evaluation.every_expression: only for data.reasoning_gym.task = chain_sum"
+        yield from self.loss.mistakes()
         yield from generation_config.mistakes(self.environments, self.tools)
         rewards = {each.function for each in self.rewards.functions}
         if ENVIRONMENT_REWARD in rewards and not self.environments.classes:
@@ -311,9 +333,21 @@ class Recipe(Section):
         return self.trainer.trained_token_budget or self.token_budget
 
     @property
+    def zero_signal(self) -> Literal["skip", "keep"]:
+        """What happens to groups whose advantages are all 0: a KL to a reference is a signal."""
+        return self.trainer.zero_signal or ("keep" if self.loss.kl_coefficient else "skip")
+
+    @property
     def samples_capacity(self) -> int:
         """Groups that may wait for the trainer."""
         return self.queue.samples_capacity or 4 * self.trainer.groups_per_step
+
+    @property
+    def max_refill(self) -> int:
+        """Groups that a step may have beyond `trainer.groups_per_step`, in the place of such
+        without signal."""
+        trainer = self.trainer
+        return (trainer.max_refill or trainer.groups_per_step) if trainer.refill else 0
 
     @property
     def max_outstanding(self) -> int:
@@ -334,7 +368,8 @@ class Recipe(Section):
 
     def experiment(self) -> dict[str, Any]:
         """What `identity()` is a digest of. How long the run is does not belong to it."""
-        trainer = self.trainer.model_dump(include={"groups_per_step", "zero_signal", "seed"})
+        trainer = self.trainer.model_dump(include={"groups_per_step", "seed"})
+        trainer |= {"zero_signal": self.zero_signal, "max_refill": self.max_refill}
         content = {name: getattr(self, name).model_dump() for name in IDENTITY}
         del content["data"]["epochs"]
         return content | {"trainer": trainer}

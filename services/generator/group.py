@@ -171,10 +171,9 @@ class GroupRunner:
                     self._complaints.of(result, group_id=group_id)
         return Group(conversations, dict(failed), why)
 
-    def measure(self, group: Group, *, evaluation: bool) -> None:
-        """Record a group's conversations."""
-        record = measure.measure_evaluation if evaluation else measure.measure
-        record(list(group.conversations.values()), group.failed, self._recorder)
+    def measure(self, group: Group) -> None:
+        """Record the conversations of a group made for training."""
+        measure.measure(list(group.conversations.values()), group.failed, self._recorder)
 
 
 @dataclass(frozen=True)

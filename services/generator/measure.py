@@ -17,16 +17,6 @@ END_NAMES = {
 """As metrics spell them."""
 
 
-def measure_evaluation(
-    conversations: list[Conversation], failed: dict[str, int], recorder: Recorder
-) -> None:
-    """Evaluation has its own keys and enters none of training's."""
-    for conversation in conversations:
-        recorder.ratio("eval/mean_length", conversation.generated_tokens, 1)
-        recorder.ratio("eval/clipped_ratio", float(_clipped(conversation)), 1)
-    recorder.count("eval/failed_total", sum(failed.values()))
-
-
 def measure(conversations: list[Conversation], failed: dict[str, int], recorder: Recorder) -> None:
     """Record the conversations of one group made for training."""
     recorder.count("rollout/failed_total", sum(failed.values()))

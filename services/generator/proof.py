@@ -7,6 +7,7 @@ times 1 + 0.05 u), and the movement of its canary must be the movement that the 
 the same perturbation. A tensor left behind shows plainly.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,10 @@ def prove(
     engine_perturbed: "np.ndarray[Any, Any]",
     trainer_true: "np.ndarray[Any, Any]",
     trainer_perturbed: "np.ndarray[Any, Any]",
-    dtype: str,
+    dtypes: Collection[str],
 ) -> Proof:
-    """Compare movements; all arrays float32 [rows, tokens - 1]. Raises LoadNotProven, saying
-    what is off by how much."""
+    """Compare movements; all arrays float32 [rows, tokens - 1]. dtypes: the trainer's and the
+    engine's; the coarsest sets the limit. Raises LoadNotProven, saying what is off by how much."""
     moved = trainer_perturbed.astype(np.float64) - trainer_true
     error = (engine_perturbed.astype(np.float64) - engine_true) - moved
     proof = Proof(
@@ -57,7 +58,7 @@ def prove(
         movement_error=_rms(error),
         true_error=_rms(engine_true.astype(np.float64) - trainer_true),
     )
-    limit = PROOF_LIMIT[dtype] * proof.movement
+    limit = max(PROOF_LIMIT[dtype] for dtype in dtypes) * proof.movement
     if not (proof.movement_error <= limit and proof.true_error <= limit):
         raise LoadNotProven(
             "weight load not proven: the engine does not compute with the weights that were loaded "

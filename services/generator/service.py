@@ -145,7 +145,9 @@ class Replica:
         try:
             lifecycle.enter("compiling the first request")
             await engine.check(FIRST_ANSWER_S)
-            serving = Serving(engine, client, recorder)
+            serving = Serving(
+                *(engine, client, recorder), dtype=recipe.model.dtype, details=lifecycle.details
+            )
             self._ages = Ages(client)
             begin = asyncio.create_task(serving.start(lifecycle.enter))
             try:
@@ -326,7 +328,8 @@ class Replica:
             await stage.refuse(entry, reason=str(error))
             return None
         self._handing.add(entry)
-        runner.measure(group, evaluation=entry.evaluation)
+        if not entry.evaluation:  # the trainer records what it takes of these
+            runner.measure(group)
         if len(group.conversations) < (1 if entry.evaluation else MIN_GROUP):
             await stage.tombstone(entry, reason="failed")
             return None

@@ -12,7 +12,7 @@ It owns no streams and no conversations.
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,8 +56,19 @@ class Loads(Protocol):
 class Serving:
     """The version served now, and the loop that replaces it."""
 
-    def __init__(self, engine: Loads, client: PolicyClient, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        engine: Loads,
+        client: PolicyClient,
+        recorder: Recorder,
+        *,
+        dtype: str,
+        details: MutableMapping[str, str],
+    ) -> None:
+        """dtype: of the engine. details: what this replica says of itself in its status."""
         self._engine, self._client, self._recorder = engine, client, recorder
+        self._dtype, self._details = dtype, details
+        self._trainer_dtype = dtype
         self._canary = Canary()
         self.version = 0
         """Loaded and labelled; 0 before the first."""
@@ -104,6 +115,7 @@ class Serving:
             target = await self._client.provable()
             say(f"fetching policy version {target.version}")
             path = await self._fetch(target)
+        self._compare_dtype(target)
         say("proving the weight load path")
         perturbed = await asyncio.to_thread(perturbed_copy, path)
         await self._engine.load(perturbed, 0)
@@ -115,7 +127,7 @@ class Serving:
             engine_perturbed=engine_perturbed,
             trainer_true=target.canary_logprobs,
             trainer_perturbed=target.perturbed_logprobs,
-            dtype=target.dtype,
+            dtypes={target.dtype, self._dtype},
         )
         structlog.get_logger().info(
             "load path proven",
@@ -137,6 +149,7 @@ class Serving:
             path = await self._fetch(target)
             if path is None:
                 continue
+            self._compare_dtype(target)
             try:
                 times = await self._engine.load(path, target.version)
                 self.version, self.publishes = target.version, target.publishes
@@ -174,6 +187,23 @@ class Serving:
         """Seconds paused since the last call."""
         seconds, self._paused_s = self._paused_s, 0.0
         return seconds
+
+    def _compare_dtype(self, target: Announcement) -> None:
+        """Say aloud that the trainer computes in another precision than the engine: importance
+        ratios of fresh tokens are then no longer 1, and nothing else would tell why."""
+        if target.dtype == self._trainer_dtype:
+            return
+        self._trainer_dtype = target.dtype
+        if target.dtype == self._dtype:
+            self._details.pop("dtype_mismatch", None)
+            return
+        self._details["dtype_mismatch"] = f"engine {self._dtype}, trainer {target.dtype}"
+        structlog.get_logger().warning(
+            "DTYPE MISMATCH: trainer and engine round differently, so their log-probabilities "
+            "differ for the same weights; give both recipes the same model.dtype",
+            engine=self._dtype,
+            trainer=target.dtype,
+        )
 
     async def _fetch(self, target: Announcement) -> Path | None:
         begin_s = time.monotonic()

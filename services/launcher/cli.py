@@ -148,6 +148,35 @@ def make_tiny_model(
     print(f"made {made}")
 
 
+@app.command(
+    epilog="Examples:\n\n`headrace export demo models/demo`\n\n"
+    "`headrace export runs/demo models/demo-100 --step 100`"
+)
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or its name.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Of the checkpoint of this step; by default the end of a run that is complete, "
+            "else its newest checkpoint.",
+        ),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(metavar="PATH", help="Where runs are, for a name.")
+    ] = Path("runs"),
+) -> None:
+    """Write a run's policy as a Hugging Face folder: configuration, tokenizer, weights.
+
+    The run may go on meanwhile, be stopped, or be complete.
+    """
+    from services.launcher import export_command, tables
+
+    export_command.write(run, directory, folder=folder, step=step, console=tables.console())
+
+
 cli_asking.add_to(app)
 app.add_typer(cli_dead_letters.app, name="dead-letters")
 

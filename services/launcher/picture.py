@@ -37,6 +37,7 @@ class Picture:
     """Newest published policy version."""
     eval_before: float | None = None
     eval_after: float | None = None
+    """The latest evaluation after a step."""
     reward: float | None = None
     rewards: tuple[float, ...] = ()
     """Mean reward of each step, oldest first."""

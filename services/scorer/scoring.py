@@ -63,21 +63,17 @@ async def score(
     )
 
 
-def record(judgement: Judgement, recorder: Recorder, *, evaluation: bool) -> None:
-    """Record a group's rewards: training's under `reward…`, evaluation's under `eval/…`, never
-    mixed.
+def record(judgement: Judgement, recorder: Recorder) -> None:
+    """Record the rewards of a group of training. Evaluation's are the trainer's to record: it knows
+    which answers are of the policy that it asked.
     """
-    prefix = "eval/" if evaluation else ""
     present = [total for total in judgement.totals if total is not None]
     if present:
-        recorder.observe_many(f"{prefix}reward", present)
+        recorder.observe_many("reward", present)
     for verdict in judgement.verdicts:
         given = [reward for reward in verdict.rewards if reward is not None]
         if given:
-            recorder.observe_many(f"{prefix}rewards/{verdict.name}", given)
-    if evaluation:
-        return
-    for verdict in judgement.verdicts:
+            recorder.observe_many(f"rewards/{verdict.name}", given)
         for name, value in verdict.logged:
             recorder.observe(f"{CUSTOM_PREFIX}{name}", value)
     recorder.count("reward/unscored_total", len(judgement.totals) - len(present))

@@ -89,9 +89,9 @@ class Scorer:
             self._recorder.observe("rollout/score_s", time.monotonic() - begun_s)
             scoring.record_seconds(judgement, self._recorder)
         self._complaints.of(judgement, group_id=entry.group_id)
-        if await self._finish(entry, stage, group, judgement) == "done":
+        if await self._finish(entry, stage, group, judgement) == "done" and not evaluation:
             # Only now: had the claim been lost, another scorer would record the same group.
-            scoring.record(judgement, self._recorder, evaluation=evaluation)
+            scoring.record(judgement, self._recorder)
 
     async def _finish(
         self,

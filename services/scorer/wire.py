@@ -168,6 +168,8 @@ def write_scored(
             reward=judgement.totals[position],
             advantage=advantage,
             end_reason=rollout.end_reason,
+            num_generated_tokens=sum(turn.num_generated_tokens for turn in rollout.turns),
+            clipped=bool(rollout.turns) and rollout.turns[-1].finish_reason == "length",
         )
         for verdict in judgement.verdicts:
             written.functions.add(name=verdict.name, reward=verdict.rewards[position])

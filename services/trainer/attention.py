@@ -5,6 +5,7 @@ and gets the row's plan (attention_plan.py) as the keyword `attention_plan` of `
 a plan it is plain causal attention over unpadded rows.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from services.trainer.attention_plan import AttentionPlan
 
 IMPLEMENTATION = "headrace_packed"
 """Name of the attention implementation in transformers."""
+
+UNKNOWN = ("position_bias", "indices", "block_indices", "cu_seq_lens_q")
+"""Arguments of attention that change scores in ways that are not implemented here."""
 
 
 def packed_attention(
@@ -27,23 +31,34 @@ def packed_attention(
     attention_plan: AttentionPlan | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: query [1, heads, N, d], key and value [1, key heads, N,
     d].
 
+    sliding_window: tokens that a query sees, itself included. softcap: scores s become c tanh(s/c)
+    (Gemma 2, arXiv:2408.00118). s_aux [heads]: attention sinks, a score a head that takes part in
+    the softmax and has no value (gpt-oss).
+
     Returns [1, N, heads, d]. Raises ValueError for what would make packed rows wrong or random:
-    dropout, a mask, a sliding window, attention sinks, soft-capped scores.
+    dropout, a mask, a bias of the scores, layers that are not causal.
     """
-    extras = ("sliding_window", "softcap", "s_aux")
-    asked = [name for name in extras if kwargs.get(name) is not None]
-    asked += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
+    asked = ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
+    asked += [name for name in UNKNOWN if kwargs.get(name) is not None]
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        asked.append("bidirectional layers")
     if asked:
         raise ValueError(f"packed attention does not know {', '.join(asked)}")
+    sliding_window = sliding_window or None  # Qwen2-MoE's configuration says 0 for none
+    scores = _Scores(scaling=scaling, softcap=softcap, sinks=s_aux)
     if attention_plan is None:
-        causal = query.shape[2] > 1
-        output = _attend(query, key, value, mask=None, causal=causal, scaling=scaling)
+        mask = _window_mask(query.shape[2], sliding_window, query.device)
+        output = _attend(query, key, value, mask=mask, scores=scores)
         return output.transpose(1, 2), None
+    attention_plan = attention_plan.for_window(sliding_window)
     _, num_heads, _, size = query.shape
     # [N, heads x d] lies in memory as the projections wrote it: a gather copies whole rows.
     stacks = attention_plan.stacks
@@ -61,8 +76,7 @@ def packed_attention(
             _heads(k, stack.num_blocks, size),
             _heads(v, stack.num_blocks, value.shape[-1]),
             mask=stack.mask,
-            causal=stack.mask is None,
-            scaling=scaling,
+            scores=scores,
         )
         outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
     output = torch.cat(outputs).index_select(0, attention_plan.output_index)
@@ -79,16 +93,34 @@ def _heads(rows: torch.Tensor, num_blocks: int, size: int) -> torch.Tensor:
     return rows.view(num_blocks, rows.shape[0] // num_blocks, -1, size).transpose(1, 2)
 
 
+@dataclass(frozen=True)
+class _Scores:
+    """How scores are made of queries and keys."""
+
+    scaling: float | None
+    """Factor; 1 / sqrt(d) by default."""
+    softcap: float | None
+    sinks: torch.Tensor | None
+    """[heads]."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether scaled_dot_product_attention knows them."""
+        return self.softcap is None and self.sinks is None
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
     mask: torch.Tensor | None,
-    causal: bool,
-    scaling: float | None,
+    scores: _Scores,
 ) -> torch.Tensor:
-    """One call of scaled_dot_product_attention; fewer key heads than query heads are shared."""
+    """Attention of blocks [B, heads, queries, d]; no mask is plain causal. Fewer key heads than
+    query heads are shared."""
+    if not scores.plain:
+        return _attend_explicitly(query, key, value, mask=mask, scores=scores)
     repeats = query.shape[1] // key.shape[1]
     if mask is not None and query.device.type == "cuda" and repeats > 1:
         # On CUDA a mask together with enable_gqa falls back to the kernel that stores all scores.
@@ -98,10 +130,48 @@ def _attend(
         key,
         value,
         attn_mask=mask,
-        is_causal=causal,
-        scale=scaling,
+        is_causal=mask is None and query.shape[2] > 1,
+        scale=scores.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _attend_explicitly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    scores: _Scores,
+) -> torch.Tensor:
+    """The same with all scores in memory, for those that scaled_dot_product_attention does not
+    know."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    logits = query @ key.transpose(2, 3) * scaling
+    if scores.softcap is not None:
+        logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    if mask is None:
+        places = torch.arange(query.shape[2], device=query.device)
+        mask = places[:, None] >= places[None]
+    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(logits.dtype).view(1, -1, 1, 1)
+        logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    weights = logits.softmax(-1, dtype=precise).to(query.dtype)
+    return weights[..., : key.shape[2]] @ value
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """[length, length] True where a query of a plain row sees the key; None where the window
+    reaches over the whole row."""
+    if window is None or window >= length:
+        return None
+    places = torch.arange(length, device=device)
+    distance = places[:, None] - places[None]
+    return (distance >= 0) & (distance < window)
 
 
 def _no_mask(attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:

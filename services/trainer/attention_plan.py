@@ -5,11 +5,15 @@ set of keys: the ancestors of the block's first node, and the block itself. A bl
 sequence is plain causal attention; for others a mask says which keys are ancestors. Blocks of
 similar size are stacked, so that one call of scaled_dot_product_attention serves many: a call per
 sequence, or one dense mask over the row, is several times slower. All index tensors are computed
-once a row and shared by all layers.
+once a row and shared by all layers with the same window.
+
+A window of w tokens (sliding-window attention, arXiv:2310.06825) is exact over shared prefixes,
+too: the path of a sample has one node a depth, and depth is position, so "the last w positions" are
+the ancestors with `depth > query's depth - w`.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -31,6 +35,9 @@ masks."""
 
 MAX_STACK_KEYS = 1 << 16
 """Keys of one stack of blocks: bounds what is gathered for one call."""
+
+MIN_WINDOW_BLOCK = 128
+"""Runs longer than a window are cut into blocks of the window's size, but not below this."""
 
 GRID = 1.25
 """Blocks are stacked when their sizes differ by at most about this factor; the smaller ones are
@@ -60,6 +67,22 @@ class AttentionPlan:
     output_index: torch.Tensor
     """[N] query slot that holds a node's output."""
     stacks: tuple[Stack, ...]
+    trie: Trie
+    """What the plan is of."""
+    windowed: dict[int, "AttentionPlan"] = field(default_factory=dict)
+    """Plans by window, made when a layer first asks for one."""
+
+    def for_window(self, window: int | None) -> "AttentionPlan":
+        """The plan for layers that see the last `window` tokens, the query included; None: all.
+
+        A window that reaches over every path of the row is no window.
+        """
+        if window is None or window > int(self.trie.depths.max()):
+            return self
+        if window not in self.windowed:
+            plan = plan_attention(self.trie, window=window)
+            self.windowed[window] = plan.to(self.query_index.device)
+        return self.windowed[window]
 
     def to(self, device: torch.device) -> "AttentionPlan":
         """The same on another device."""
@@ -71,6 +94,8 @@ class AttentionPlan:
                 Stack(s.num_blocks, s.num_queries, s.num_keys, _moved(s.mask, device))
                 for s in self.stacks
             ),
+            trie=self.trie,
+            windowed={window: plan.to(device) for window, plan in self.windowed.items()},
         )
 
 
@@ -80,7 +105,8 @@ def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | 
 
 @dataclass(frozen=True)
 class _Block:
-    """Nodes `start` to `stop`, whose keys are `num_ancestors` nodes before them and themselves."""
+    """Nodes `start` to `stop`; their keys are the nearest `num_ancestors` ancestors of the first,
+    and themselves."""
 
     start: int
     stop: int
@@ -103,15 +129,16 @@ class _Block:
         return pairs + COST_OF_KEY * self.num_keys + COST_OF_BLOCK
 
 
-def plan_attention(trie: Trie) -> AttentionPlan:
-    """Cut a trie into blocks and stack them."""
+def plan_attention(trie: Trie, *, window: int | None = None) -> AttentionPlan:
+    """Cut a trie into blocks and stack them, for layers that see the last `window` tokens (the
+    query included), or all."""
     num_nodes = trie.token_ids.size
     query_parts: list[Ints] = []
     key_parts: list[Ints] = []
     output_index = np.empty(num_nodes, np.int64)
     stacks = []
     slot = 0
-    for blocks in _stacked(_blocks(trie)):
+    for blocks in _stacked(_blocks(trie, window)):
         num_queries = max(block.num_queries for block in blocks)
         num_keys = max(block.num_keys for block in blocks)
         queries = np.empty((len(blocks), num_queries), np.int64)
@@ -128,7 +155,7 @@ def plan_attention(trie: Trie) -> AttentionPlan:
             keys[number, block.num_ancestors : block.num_keys] = nodes
             output_index[nodes] = np.arange(slot, slot + nodes.size)
             slot += num_queries
-        mask = None if blocks[0].causal else torch.from_numpy(_mask(trie, queries, keys))
+        mask = None if blocks[0].causal else torch.from_numpy(_mask(trie, queries, keys, window))
         stacks.append(Stack(len(blocks), num_queries, num_keys, mask))
         query_parts.append(queries.reshape(-1))
         key_parts.append(np.maximum(keys, 0).reshape(-1))
@@ -137,38 +164,58 @@ def plan_attention(trie: Trie) -> AttentionPlan:
         key_index=torch.from_numpy(np.concatenate(key_parts)),
         output_index=torch.from_numpy(output_index),
         stacks=tuple(stacks),
+        trie=trie,
     )
 
 
 def _ancestors(trie: Trie, block: _Block) -> Ints:
-    """Nodes above the block's first one, from the root down."""
-    return np.flatnonzero(trie.ends[: block.start] > block.start)
+    """The nearest nodes above the block's first one, from above down."""
+    ancestors = np.flatnonzero(trie.ends[: block.start] > block.start)
+    return ancestors[ancestors.size - block.num_ancestors :]
 
 
-def _mask(trie: Trie, queries: Ints, keys: Ints) -> NDArray[np.bool_]:
-    """[blocks, 1, queries, keys] whether the key is the query or above it."""
+def _mask(trie: Trie, queries: Ints, keys: Ints, window: int | None) -> NDArray[np.bool_]:
+    """[blocks, 1, queries, keys] whether the key is the query or above it, and in its window."""
     ends = np.where(keys < 0, -1, trie.ends[keys])
     key, query = keys[:, None, None, :], queries[:, None, :, None]
-    return np.asarray((key <= query) & (query < ends[:, None, None, :]))
+    seen = (key <= query) & (query < ends[:, None, None, :])
+    if window is not None:
+        seen &= (
+            trie.depths[keys][:, None, None, :] > trie.depths[queries][:, None, :, None] - window
+        )
+    return np.asarray(seen)
 
 
-def _blocks(trie: Trie) -> list[_Block]:
+def _blocks(trie: Trie, window: int | None) -> list[_Block]:
     """Cut runs into blocks, and join neighbours where one larger block is cheaper than two (greedy,
-    in order)."""
+    in order).
+
+    With a window the first query of a block reaches highest, so `window - 1` ancestors serve all.
+    """
     blocks: list[_Block] = []
     stops = np.append(trie.run_starts[1:], trie.token_ids.size)
     for run_start, run_stop in zip(trie.run_starts.tolist(), stops.tolist(), strict=True):
         start = run_start
         while start < run_stop:
             depth = int(trie.depths[start])
-            # A long run under ancestors is cut, so that its mask stays small; a whole sequence
-            # needs no mask.
-            most = run_stop if depth == 0 else start + max(1, MAX_PAIRS // (depth + 4096))
-            block = _Block(start, min(run_stop, most), depth, causal=depth == 0)
+            reach = depth if window is None else min(depth, window - 1)
+            # A whole sequence within the window needs no mask.
+            causal = depth == 0 and (window is None or run_stop - start <= window)
+            most = run_stop
+            if not causal:
+                # A long run under ancestors is cut, so that its mask stays small, and a run longer
+                # than the window, so that most pairs of its mask are seen.
+                size = MAX_PAIRS // (reach + 4096)
+                size = size if window is None else min(size, max(window, MIN_WINDOW_BLOCK))
+                most = start + max(1, size)
+            block = _Block(start, min(run_stop, most), reach, causal=causal)
             start = block.stop
             if blocks:
                 last = blocks[-1]
-                joined = _Block(last.start, block.stop, last.num_ancestors, causal=False)
+                # A branch that begins higher up reaches higher up.
+                first = int(trie.depths[last.start])
+                highest = min(first - last.num_ancestors, depth - reach)
+                joined = _Block(last.start, block.stop, first - highest, causal=False)
                 small = joined.num_queries * joined.num_keys <= MAX_PAIRS
                 if small and joined.cost < last.cost + block.cost:
                     blocks[-1] = joined

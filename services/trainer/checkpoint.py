@@ -1,39 +1,36 @@
 """Checkpoints on disk: written beside and renamed, the last few kept, a broken one passed over.
 
-    checkpoints/ATTEMPT-STEP/state.json            everything but tensors, and their digest
-    checkpoints/ATTEMPT-STEP/tensors.safetensors   weights, moments, random state
-    checkpoints/broken-ATTEMPT-STEP/               one that could not be read when it was wanted
+    checkpoints/ATTEMPT-STEP/state.json               everything but tensors, and their digests
+    checkpoints/ATTEMPT-STEP/rank-00000.safetensors   weights, moments, random state: one of each
+                                                      rank (tensor_files.py)
+    checkpoints/broken-ATTEMPT-STEP/                  one that could not be read when it was wanted
 
 The newest by (attempt, step) is that of the surviving line: an attempt that went back further than
 the last checkpoint is later all the same. Nothing here is pickled.
 """
 
-import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from services.common.errors import UserError
 from services.trainer import journal
 from services.trainer.attempts import Attempts, sync_folder
 from services.trainer.journal import Moment
+from services.trainer.rank_files import Digest, sha256, sync
 
-FORMAT = 1
-"""Of state.json; rises when an older trainer could not read it."""
+FORMAT = 2
+"""Of the folder; rises when another version could not read it."""
 
 NAME = re.compile(r"(\d+)-(\d+)")
 
-STATE, TENSORS = "state.json", "tensors.safetensors"
+STATE = "state.json"
 
 
 class CheckpointFailed(RuntimeError):
@@ -44,13 +41,21 @@ class Broken(ValueError):
     """A checkpoint cannot be used; the message says why."""
 
 
+class Files(Protocol):
+    """What knows how to write the tensors."""
+
+    def write(self, folder: Path) -> Mapping[str, Digest]:
+        """Write them durably; the files by name. Raises OSError."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was read."""
+    """One that is whole."""
 
     moment: Moment
     state: Mapping[str, Any]
-    tensors: dict[str, torch.Tensor]
+    folder: Path
+    """Of its tensors."""
 
     @property
     def step(self) -> int:
@@ -91,11 +96,26 @@ class Checkpoints:
                 path.rename(aside)
         return None
 
-    def write(
-        self, moment: Moment, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Write one durably, then remove those that are not kept. `tensors` are on the CPU and
-        nobody else's.
+    def look(self, *, step: int | None = None) -> Checkpoint | None:
+        """The newest one that is whole, or the newest of a step, or None. Only read: a trainer may
+        be at work in the folder, so what is broken stays where it is."""
+        for moment, path in reversed(self._all()):
+            if step is not None and moment[1] != step:
+                continue
+            try:
+                return _read(path, moment)
+            except Broken as error:
+                structlog.get_logger().warning(
+                    "a checkpoint is broken or gone", checkpoint=str(path), why=str(error)
+                )
+        return None
+
+    def steps(self) -> list[int]:
+        """Of which steps there are some, rising."""
+        return sorted({step for (_, step), _ in self._found()})
+
+    def write(self, moment: Moment, state: Mapping[str, Any], files: Files) -> None:
+        """Write one durably, then remove those that are not kept.
 
         Raises CheckpointFailed when the disk refuses (nothing is left of the attempt to write), and
         Fenced when a newer trainer has begun.
@@ -106,12 +126,12 @@ class Checkpoints:
         fresh = self.folder / f".writing-{path.name}"
         try:
             self._clean()
-            _write(fresh, state, tensors)
+            _write(fresh, state, files)
             attempts.check_last(moment[0])
             self._remove(path)
             fresh.rename(path)
             sync_folder(self.folder)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             shutil.rmtree(fresh, ignore_errors=True)
             raise CheckpointFailed(f"{path} cannot be written: {error}") from error
         self._prune()
@@ -145,46 +165,35 @@ class Checkpoints:
                     yield (int(name[1]), int(name[2])), path
 
 
-def _write(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+def _write(folder: Path, state: Mapping[str, Any], files: Files) -> None:
     folder.mkdir()
-    file = folder / TENSORS
-    save_file(dict(tensors), file)
-    _sync(file)
-    about = {"format": FORMAT, "bytes": file.stat().st_size, "sha256": _sha256(file), **state}
-    (folder / STATE).write_text(json.dumps(about))
-    _sync(folder / STATE)
+    digests = {name: asdict(digest) for name, digest in files.write(folder).items()}
+    (folder / STATE).write_text(json.dumps({"format": FORMAT, "files": digests, **state}))
+    sync(folder / STATE)
     sync_folder(folder)
 
 
 def _read(folder: Path, moment: Moment) -> Checkpoint:
-    """Raises Broken, and UserError for one that a newer version wrote: it is good, and not ours."""
-    file = folder / TENSORS
+    """Raises Broken, and UserError for one of another version: it is good, and not ours."""
     try:
         state = json.loads((folder / STATE).read_text())
-        if state["format"] > FORMAT:
+        if state["format"] != FORMAT:
             raise UserError(
                 f"{folder} has format {state['format']}, and this version reads {FORMAT}: take the "
                 "version of Headrace that wrote it, or start over with --fresh"
             )
-        if (size := file.stat().st_size) != state["bytes"]:
-            raise Broken(f"{TENSORS} has {size} bytes, {state['bytes']} were written")
-        if _sha256(file) != state["sha256"]:
-            raise Broken(f"{TENSORS} is not what was written (its sha256 differs)")
-        return Checkpoint(moment, state, load_file(file))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        for name, digest in state["files"].items():
+            _check(folder / name, Digest(**digest))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, Broken | UserError):
             raise
         raise Broken(f"{type(error).__name__}: {error}") from error
+    return Checkpoint(moment, state, folder)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _check(file: Path, wanted: Digest) -> None:
+    """Raises Broken for a file that is not what was written, OSError for one that is gone."""
+    if (size := file.stat().st_size) != wanted.bytes:
+        raise Broken(f"{file.name} has {size} bytes, {wanted.bytes} were written")
+    if sha256(file) != wanted.sha256:
+        raise Broken(f"{file.name} is not what was written (its sha256 differs)")

@@ -53,7 +53,8 @@ class Dispatcher:
 
     `order(epoch)` is the permutation of rows of an epoch. The run ends after `epochs` passes
     (fractions in distinct prompts, rounded up) or when the trainer has made `max_groups` groups'
-    worth of steps, whichever comes first. `state` is that of an earlier attempt's checkpoint.
+    worth of steps, whichever comes first; groups that a step had beyond its seats do not count.
+    `state` is that of an earlier attempt's checkpoint.
 
     Example: 7 rows, 1.5 epochs: prompts (0, 0) to (0, 6), then (1, 0) to (1, 3): 11 in all.
     """
@@ -96,6 +97,11 @@ class Dispatcher:
         self.rolled_back: int = state.get("rolled_back", 0)
         self.given_up: int = state.get("given_up", 0)
         self.dropped: Counter[str] = Counter(state.get("dropped", {}))
+        self.refilled: int = state.get("refilled", 0)
+        """Of the trained groups, those beyond the seats of their steps (`trainer.refill`)."""
+        self.refilling = 0
+        """Of the open step, groups beyond its seats: it may have as many, and a run as many more
+        groups."""
         self.trained_twice: int = state.get("trained_twice", 0)
         """Prompts trained more than once in this lineage: always 0, and counted to show it."""
 
@@ -103,7 +109,9 @@ class Dispatcher:
     def remaining(self) -> int | None:
         """Groups that training still needs; None without an end in sight (never: a recipe names
         one)."""
-        by_groups = None if self._max_groups is None else self._max_groups - self.trained
+        by_groups = None
+        if self._max_groups is not None:
+            by_groups = self._max_groups + self.refilled + self.refilling - self.trained
         if self._num_prompts is None:
             return None if by_groups is None else max(0, by_groups)
         by_prompts = self._num_prompts - len(self._done)
@@ -139,6 +147,11 @@ class Dispatcher:
         self._forget(ticket.prompt)
         return ticket
 
+    def step_ended(self, num_groups: int, *, seats: int) -> None:
+        """A step has used so many groups, instead of those for which it had seats."""
+        self.refilled += max(0, num_groups - seats)
+        self.refilling = 0
+
     def drop(self, group_id: str, reason: str) -> bool:
         """The group is not used. True when its prompt is given up with it, else it is due again
         (or needs no other)."""
@@ -169,6 +182,7 @@ class Dispatcher:
             "outstanding": sorted(self.outstanding),
             "dispatched": self.dispatched,
             "trained": self.trained,
+            "refilled": self.refilled,
             "rolled_back": self.rolled_back,
             "given_up": self.given_up,
             "dropped": dict(self.dropped),

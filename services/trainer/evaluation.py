@@ -6,15 +6,16 @@ an older policy version than wanted is asked again, so a result is of exactly on
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 from google.protobuf.message import DecodeError
 from headrace.v1 import rollout_pb2, sample_pb2
 
 from services.common.config import Recipe
+from services.common.recorder import Recorder
 from services.trainer.dataset import Row, Rows
-from services.trainer.run_queue import RunQueue
+from services.trainer.run_queue import Delivery, RunQueue
 
 
 class EvaluationFailed(RuntimeError):
@@ -35,6 +36,37 @@ class Evaluation:
     """Rows without a score: generation failed, or every reward function abstained."""
     version: int
     seconds: float
+    step: int = 0
+    """Optimizer steps of the run when it was asked for."""
+
+
+@dataclass
+class Answers:
+    """What is recorded of an evaluation beyond its summary: answers of the version asked for, and
+    of each row one."""
+
+    rewards: list[float] = field(default_factory=list)
+    """Totals of scored rows."""
+    by_function: dict[str, list[float]] = field(default_factory=dict)
+    """One function's rewards, where it did not abstain."""
+    generated_tokens: list[int] = field(default_factory=list)
+    """By conversation."""
+    num_clipped: int = 0
+    """Conversations whose last turn ended by length."""
+    num_failed: int = 0
+    """Rows without a reward."""
+
+    def add(self, rollout: sample_pb2.ScoredRollout) -> None:
+        """One row's conversation."""
+        self.generated_tokens.append(rollout.num_generated_tokens)
+        self.num_clipped += rollout.clipped
+        for function in rollout.functions:
+            if function.HasField("reward"):
+                self.by_function.setdefault(function.name, []).append(function.reward)
+        if rollout.HasField("reward"):
+            self.rewards.append(rollout.reward)
+        else:
+            self.num_failed += 1
 
 
 def request_of(
@@ -61,13 +93,14 @@ def request_of(
 
 
 async def evaluate(
-    queue: RunQueue, rows: Rows, recipe: Recipe, *, number: int, version: int
-) -> Evaluation:
+    queue: RunQueue, rows: Rows, recipe: Recipe, *, number: int, version: int, step: int
+) -> tuple[Evaluation, Answers]:
     """Ask all rows of policy `version`, wait for the answers. Raises EvaluationFailed after
     trainer.eval_timeout_s."""
     begin_s = time.monotonic()
     open_rows: dict[str, int] = {}
     tries = dict.fromkeys(range(len(rows)), 0)
+    answers = Answers()
 
     async def ask(position: int) -> None:
         group_id = f"eval.{number}-{tries[position]}.{queue.attempt}.{position}"
@@ -78,8 +111,6 @@ async def evaluate(
 
     for position in range(len(rows)):
         await ask(position)
-    rewards: list[float] = []
-    failed = 0
     while open_rows:
         if time.monotonic() - begin_s > recipe.trainer.eval_timeout_s:
             raise EvaluationFailed(
@@ -91,30 +122,50 @@ async def evaluate(
             position = open_rows.pop(delivery.group_id, None)  # type: ignore[arg-type]
             if position is None:
                 continue  # a second answer
-            if delivery.reason:
-                failed += 1
-                continue
-            try:
-                scored = sample_pb2.ScoredGroup.FromString(delivery.data)
-            except DecodeError as error:
-                structlog.get_logger().error(
-                    "an evaluation's answer cannot be read", group=delivery.group_id, why=str(error)
-                )
-                failed += 1
-                continue
-            if scored.oldest_version < version:
+            scored = _read(delivery)
+            if scored is None:
+                answers.num_failed += 1
+            elif scored.oldest_version < version:
                 await ask(position)
-            elif scored.rollouts and scored.rollouts[0].HasField("reward"):
-                rewards.append(scored.rollouts[0].reward)
             else:
-                failed += 1
+                answers.add(scored.rollouts[0])
         await queue.discard_evaluation([delivery.entry_id for delivery in deliveries])
+    rewards = answers.rewards
     correct = sum(reward >= recipe.evaluation.correct_at for reward in rewards)
-    return Evaluation(
+    found = Evaluation(
         accuracy=correct / len(rewards) if rewards else None,
         reward=sum(rewards) / len(rewards) if rewards else None,
         rows=len(rows),
-        failed=failed,
+        failed=answers.num_failed,
         version=version,
         seconds=time.monotonic() - begin_s,
+        step=step,
     )
+    return found, answers
+
+
+def _read(delivery: Delivery) -> sample_pb2.ScoredGroup | None:
+    """The answer to one row; None when there is none."""
+    if delivery.reason:
+        return None
+    try:
+        scored = sample_pb2.ScoredGroup.FromString(delivery.data)
+    except DecodeError as error:
+        structlog.get_logger().error(
+            "an evaluation's answer cannot be read", group=delivery.group_id, why=str(error)
+        )
+        return None
+    return scored if scored.rollouts else None
+
+
+def record_evaluation(record: Recorder, found: Evaluation, answers: Answers, *, step: int) -> None:
+    """Record what an evaluation found under one step."""
+    record.observe("eval/version", found.version, step=step)
+    record.count("eval/failed_total", answers.num_failed, step=step)
+    if answers.rewards:
+        record.observe_many("eval/reward", answers.rewards, step=step)
+    for name, rewards in answers.by_function.items():
+        record.observe_many(f"eval/rewards/{name}", rewards, step=step)
+    if number := len(answers.generated_tokens):
+        record.ratio("eval/mean_length", sum(answers.generated_tokens), number, step=step)
+        record.ratio("eval/clipped_ratio", answers.num_clipped, number, step=step)

@@ -6,8 +6,9 @@ token.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
 
@@ -97,7 +98,25 @@ def admit(data: bytes, *, group_id: str, policy: Policy) -> AdmittedGroup:
         raise Refused("stale", samples)
     if not samples:
         raise Refused("no_trained_tokens")
-    return AdmittedGroup(group_id, samples, group.zero_signal, staleness)
+    return AdmittedGroup(group_id, _with_conversations(samples), group.zero_signal, staleness)
+
+
+def _with_conversations(samples: tuple[TrainSample, ...]) -> tuple[TrainSample, ...]:
+    """Samples that know how many tokens are trained in their conversation, all forks together.
+
+    Example: conversation a with forks of 3 and 5 trained tokens and b with 4 give 8, 8 and None.
+    """
+    if len({sample.rollout_id for sample in samples}) == len(samples):
+        return samples
+    tokens: Counter[str] = Counter()
+    for sample in samples:
+        tokens[sample.rollout_id] += sample.num_trained
+    return tuple(
+        sample
+        if tokens[sample.rollout_id] == sample.num_trained
+        else replace(sample, conversation_tokens=tokens[sample.rollout_id])
+        for sample in samples
+    )
 
 
 def _check_line(versions: set[int], policy: Policy) -> None:

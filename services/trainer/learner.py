@@ -1,5 +1,5 @@
-"""Everything of the trainer that is torch: the model, its optimizer step, its weights as a file,
-its canary.
+"""Everything of the trainer that is torch, as the service sees it: one object, whatever the number
+of ranks. Rank 0 does its share here and has the other ranks do theirs.
 
 All methods run on one thread of their own, never on the event loop; the service sees to that.
 """
@@ -10,138 +10,121 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
 
-from services.common import canary
 from services.common.config import Recipe
-from services.common.errors import UserError
-from services.trainer.logprobs import sequence_logprobs
-from services.trainer.packing import pack
-from services.trainer.planner import Plan, plan
+from services.trainer import messages
+from services.trainer.planner import Plan, plan, plan_by_count, plan_ready
 from services.trainer.policy import MODEL_FILES
-from services.trainer.step import OptimizerStep, StepResult
+from services.trainer.rank_files import RankFiles
+from services.trainer.rank_learner import RankLearner
+from services.trainer.ranks import Command, Place
+from services.trainer.step import StepResult
 from services.trainer.types import Row, TrainSample
-
-CPU_RANDOM, CUDA_RANDOM = "random.cpu", "random.cuda"
-"""Names of the random states among a checkpoint's tensors."""
 
 
 class Learner:
-    """The policy being trained. Raises UserError for a model or device that cannot be used."""
+    """The policy being trained. With a place, the other ranks of it must be started, and follow
+    what is done here (rank.py). Raises UserError for a model or device that cannot be used."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        torch.manual_seed(recipe.trainer.seed)
+    def __init__(self, recipe: Recipe, place: Place | None = None) -> None:
         self._recipe = recipe
-        self.folder = Path(recipe.model.path)
-        if not (self.folder / "config.json").is_file():
-            raise UserError(
-                f"model.path: {recipe.model.path} is no model folder (it has no config.json); "
-                "`headrace tiny-model DIR` makes a small one"
-            )
-        self._device = _device(recipe.trainer.device)
+        self._own = RankLearner(recipe, place)
+        self._group = self._own.group
+        self._num_snapshots = 0
+        self.folder = self._own.folder
         self.dtype = recipe.model.dtype
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                self.folder, dtype=getattr(torch, self.dtype), local_files_only=True
-            )
-        except (OSError, ValueError, SafetensorError) as error:
-            why = next(iter(str(error).splitlines()), "")
-            raise UserError(f"model.path: {recipe.model.path} cannot be loaded: {why}") from error
-        self._model = model.to(self._device)
-        self.vocab_size = int(model.config.vocab_size)
-        self._step = OptimizerStep(
-            self._model,
-            optimizer=recipe.optimizer,
-            loss=recipe.loss,
-            temperature=recipe.generation.temperature,
-        )
+        self.vocab_size = self._own.vocab_size
+        self._bounds: dict[str, Any] = {
+            "token_budget": recipe.token_budget,
+            "trained_token_budget": recipe.trained_token_budget,
+            "ranks": self._group.size,
+            "load": self._own.load,
+            "share_prefixes": self._own.shares_prefixes,
+        }
 
     def plan(self, samples: Sequence[TrainSample]) -> Plan:
-        """Rows for a step."""
-        return plan(
-            samples,
-            token_budget=self._recipe.token_budget,
-            trained_token_budget=self._recipe.trained_token_budget,
-        )
+        """Rows for a step, or for what is left of one."""
+        number = self._recipe.trainer.samples_per_row
+        if number is not None:
+            return plan_by_count(samples, samples_per_row=number, **self._bounds)
+        return plan(samples, **self._bounds)
+
+    def plan_ready(self, samples: Sequence[TrainSample]) -> tuple[Plan, list[int]]:
+        """Micro-batches that need not wait for the samples that a step still lacks, and the indices
+        of samples that are kept for later."""
+        number = self._recipe.trainer.samples_per_row
+        return plan_ready(samples, samples_per_row=number, **self._bounds)
 
     def accumulate(self, microbatch: Sequence[Row]) -> None:
         """Forward and backward of one micro-batch: a row for every rank."""
-        [row] = microbatch
-        self._step.accumulate(pack(row.samples))
+        assert len(microbatch) == self._group.size
+        self._group.send(Command.ACCUMULATE)
+        self._group.scatter([b"", *map(messages.of_row, microbatch[1:])])
+        self._own.accumulate(microbatch[0])
 
     def finish(self) -> StepResult:
         """The optimizer's part of the step."""
-        return self._step.finish()
+        self._group.send(Command.FINISH)
+        return self._own.finish()
+
+    def abandon(self) -> None:
+        """Forget what was accumulated for a step that will not be finished."""
+        self._group.send(Command.ABANDON)
+        self._own.abandon()
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s that the devices of all ranks can do at most; None where that is not known."""
+        peak = self._own.peak_flops
+        return None if peak is None else peak * self._group.size
+
+    @property
+    def rows(self) -> str:
+        """How rows are forwarded, and why not faster, for people."""
+        return self._own.rows
 
     @property
     def num_applied(self) -> int:
         """Optimizer steps applied, over all attempts."""
-        return self._step.num_applied
+        return self._own.num_applied
 
-    def snapshot(self) -> dict[str, torch.Tensor]:
-        """A copy, on the CPU, of all that a checkpoint needs: weights to full precision, moments,
-        the warm-up's count, the state of torch's random generators. Not within a step."""
-        tensors = self._step.tensors() | {CPU_RANDOM: torch.get_rng_state()}
-        if self._device.type == "cuda":
-            tensors[CUDA_RANDOM] = torch.cuda.get_rng_state(self._device)
-        return {
-            name: tensor.detach().to("cpu", copy=True).contiguous()
-            for name, tensor in tensors.items()
-        }
+    def snapshot(self) -> RankFiles:
+        """A copy in memory of all that a checkpoint needs; another thread may write it while
+        training goes on. Not within a step."""
+        self._group.send(Command.SNAPSHOT)
+        self._num_snapshots += 1
+        return RankFiles(self._group, self._own.snapshot(), number=self._num_snapshots)
 
-    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over what `snapshot()` gave. Raises UserError when it is of another model."""
-        state = dict(tensors)
-        torch.set_rng_state(state.pop(CPU_RANDOM))
-        cuda_random = state.pop(CUDA_RANDOM, None)
-        if cuda_random is not None and self._device.type == "cuda":
-            torch.cuda.set_rng_state(cuda_random, self._device)
-        try:
-            self._step.load_tensors(state)
-        except ValueError as error:
-            raise UserError(
-                f"the checkpoint does not fit model.path {self.folder}: {error}; start over with "
-                "--fresh"
-            ) from error
+    def restore(self, folder: Path) -> None:
+        """Take over the checkpoint in a folder, which any number of ranks may have written. Raises
+        UserError when it is of another model."""
+        self._group.send(Command.RESTORE, str(folder.absolute()).encode())
+        self._own.restore(folder)
 
-    def write_weights(self, path: Path) -> int:
-        """Write the weights as published to a safetensors file; the number of tensors.
+    def write_weights(self, path: Path) -> tuple[int, float]:
+        """Write the weights as published to a safetensors file; the number of tensors, and the
+        seconds that gathering them from all ranks took.
 
         Tied tensors are written once, under the name that comes first, as checkpoints have them.
         """
-        tensors = self._unique_tensors()
-        save_file(
-            {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()},
-            path,
-            metadata={"format": "pt"},
-        )
-        return len(tensors)
+        self._group.send(Command.WEIGHTS)
+        gathered = self._own.gather()
+        save_file(gathered.tensors, path, metadata={"format": "pt"})
+        return len(gathered.tensors), gathered.seconds
 
     def canary_logprobs(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """What a generator with these weights must compute for the canary rows."""
-        return sequence_logprobs(self._model, rows)
+        self._group.send(Command.CANARY, messages.of_rows(rows))
+        return self._own.canary_logprobs(rows)
 
-    @torch.no_grad()
     def perturbed_logprobs(
         self, path: Path, rows: "np.ndarray[Any, Any]"
     ) -> "np.ndarray[Any, Any]":
         """The canary under the perturbed weights of a published file; the model is as before
         afterwards."""
-        published = load_file(path)
-        tensors = self._unique_tensors()
-        backup = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        try:
-            for name, tensor in tensors.items():
-                value = published[name]
-                factor = torch.from_numpy(canary.factors(name, tuple(value.shape)))
-                tensor.copy_((value.float() * factor).to(value.dtype))
-            return sequence_logprobs(self._model, rows)
-        finally:
-            for name, tensor in tensors.items():
-                tensor.copy_(backup[name])
+        self._group.send(Command.PERTURBED, messages.of_rows(rows, path=path.absolute()))
+        return self._own.perturbed_logprobs(path, rows)
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face folder: weights, configuration, tokenizer."""
@@ -150,22 +133,3 @@ class Learner:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
         self.write_weights(folder / "model.safetensors")
-
-    def _unique_tensors(self) -> dict[str, torch.Tensor]:
-        seen: set[int] = set()
-        unique = {}
-        for name, tensor in self._model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                unique[name] = tensor
-        return unique
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            'trainer.device: "cuda" is asked for and no GPU is there; set it to "cpu" or "auto"'
-        )
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)

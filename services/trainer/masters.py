@@ -28,21 +28,26 @@ class MasterWeights:
             hook = _Mover(master)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
+    def collect(self) -> None:
+        """Let `.grad` of each master be what was added up since `clear`: hooks see to it."""
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for master in self.by_name.values():
+            master.grad = None
+
+    def shape(self, name: str) -> torch.Size:
+        """Of the tensor."""
+        return self.by_name[name].shape
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the model's parameters."""
         for parameter, master in self._copies:
             parameter.copy_(master)
 
-    @torch.no_grad()
-    def load(self, name: str, value: torch.Tensor) -> None:
-        """Set one master, to full precision. Raises ValueError when the shape differs."""
-        master = self.by_name[name]
-        if value.shape != master.shape:
-            raise ValueError(
-                f"master weight {name} has shape {tuple(master.shape)}, not {tuple(value.shape)}"
-            )
-        master.copy_(value)
+    def changed(self) -> None:
+        """The model's parameters were written to: there is no other copy of them."""
 
 
 class _Mover:

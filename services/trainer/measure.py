@@ -14,6 +14,7 @@ import numpy as np
 from services.common.config import Recipe
 from services.common.recorder import Recorder
 from services.trainer.intake import AdmittedGroup
+from services.trainer.load import sum_of_squares
 from services.trainer.loss import LAG_KEYS
 from services.trainer.planner import Plan
 from services.trainer.run_queue import Fill
@@ -86,12 +87,14 @@ class Totals:
     samples_of_step: list[int] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(
-        self, result: StepResult, times: StepTimes, groups: Sequence[AdmittedGroup], samples: int
-    ) -> None:
+    def add(self, result: StepResult, times: StepTimes, groups: Sequence[AdmittedGroup]) -> None:
         """Take one step. The gap is over tokens of lag 0: there trainer and engine have the same
-        weights."""
-        self.trained_samples += samples
+        weights.
+
+        Samples are those that the loss was taken over: neither those of groups without signal that
+        were skipped nor those beyond the budgets.
+        """
+        self.trained_samples += result.num_samples
         self.trained_tokens += result.trained_tokens
         self.forwarded_tokens += result.forwarded_tokens
         self.staleness_max = max([self.staleness_max, *(group.staleness for group in groups)])
@@ -101,7 +104,7 @@ class Totals:
             self.gap_tokens += same.tokens
         if times.step_s is not None:
             self.step_s.append(times.step_s)
-            self.samples_of_step.append(samples)
+            self.samples_of_step.append(result.num_samples)
             for part in (*BUDGET, "unaccounted_s"):
                 self.parts[part].append(getattr(times, part) or 0.0)
 
@@ -140,21 +143,30 @@ def record_step(
     step: int,
     result: StepResult,
     plan: Plan,
-    rows: Sequence[Sequence[TrainSample]],
+    samples: Sequence[TrainSample],
     groups: Sequence[AdmittedGroup],
     times: StepTimes,
+    peak_flops: float | None,
 ) -> None:
-    """Record everything about an optimizer step under its own number."""
+    """Record everything about an optimizer step under its own number. `plan` is of `samples`,
+    `peak_flops` the FLOP/s that the devices of all ranks can do, where that is known.
+
+    Rows that are echoes are rows of their micro-batch: they take its time, and room that samples
+    could have had. What they forward is in no count of rows, samples or tokens.
+    """
     _record_times(record, step, result, times)
-    _record_samples(record, step, rows, groups)
-    _record_rows(record, recipe, step, result, plan, rows, groups)
+    if peak_flops is not None:
+        _record_utilisation(record, step, result, times, peak_flops)
+    _record_samples(record, step, plan, samples, groups)
+    _record_rows(record, recipe, step, result, plan, samples)
+    record.observe("batch/groups_per_step", len(groups), step=step)
     _record_loss(record, step, result)
 
 
 def _record_times(record: Recorder, step: int, result: StepResult, times: StepTimes) -> None:
     for part in RECORDED_EACH_STEP:
         record.observe(f"perf/{part}", getattr(times, part), step=step)
-    record.observe("perf/rank_fwd_bwd_s", times.fwd_bwd_s, step=step)
+    record.observe_many("perf/rank_fwd_bwd_s", result.rank_fwd_bwd_s, step=step)
     if times.fwd_bwd_s:
         record.ratio(
             "perf/forwarded_tok_s_fwd_bwd", result.forwarded_tokens, times.fwd_bwd_s, step=step
@@ -172,17 +184,27 @@ def _record_times(record: Recorder, step: int, result: StepResult, times: StepTi
         record.count("perf/empty_step_total", step=step)
 
 
+def _record_utilisation(
+    record: Recorder, step: int, result: StepResult, times: StepTimes, peak_flops: float
+) -> None:
+    """What the model's arithmetic needs over what the devices could have done meanwhile."""
+    for key, seconds in (("fwd_bwd", times.fwd_bwd_s), ("wall_clock", times.step_s)):
+        if seconds:
+            record.ratio(f"perf/mfu_{key}", result.flops, peak_flops * seconds, step=step)
+
+
 def _record_samples(
     record: Recorder,
     step: int,
-    rows: Sequence[Sequence[TrainSample]],
+    plan: Plan,
+    samples: Sequence[TrainSample],
     groups: Sequence[AdmittedGroup],
 ) -> None:
-    samples = [sample for row in rows for sample in row]
-    lengths = [sample.token_ids.size for sample in samples]
+    trained = [samples[index] for row in plan.rows if not row.echo for index in row.samples]
+    lengths = [sample.token_ids.size for sample in trained]
     record.observe_many("sample/forwarded_tokens_mean", lengths, step=step)
     record.observe_many("sample/forwarded_tokens_max", lengths, step=step)
-    record.observe_many("sample/trained_tokens_mean", [s.num_trained for s in samples], step=step)
+    record.observe_many("sample/trained_tokens_mean", [s.num_trained for s in trained], step=step)
     for group in groups:
         for _ in group.samples:
             record.observe("sample/staleness_mean", group.staleness, step=step)
@@ -195,15 +217,22 @@ def _record_rows(
     step: int,
     result: StepResult,
     plan: Plan,
-    rows: Sequence[Sequence[TrainSample]],
-    groups: Sequence[AdmittedGroup],
+    samples: Sequence[TrainSample],
 ) -> None:
     forwarded, trained = result.forwarded_tokens, result.trained_tokens
-    record.observe_many("batch/samples_per_row", [len(row) for row in rows], step=step)
-    row_tokens = [row.tokens for row in plan.rows]
+    rows = [row for row in plan.rows if not row.echo]
+    record.observe_many("batch/samples_per_row", [len(row.samples) for row in rows], step=step)
+    row_tokens = [row.tokens for row in rows]
     record.observe_many("batch/row_tokens_mean", row_tokens, step=step)
     record.observe_many("batch/row_tokens_max", row_tokens, step=step)
-    record.ratio("batch/row_fill_frac", forwarded, recipe.token_budget * len(rows), step=step)
+    for microbatch in plan.microbatches:
+        loads = [
+            sum_of_squares(samples[index].num_context for index in row.samples)
+            for row in microbatch
+        ]
+        record.observe("batch/row_imbalance", imbalance(loads), step=step)
+    room = recipe.token_budget * len(plan.rows)
+    record.ratio("batch/row_fill_frac", forwarded, room, step=step)
     record.ratio("batch/duplication", forwarded, plan.unique_tokens, step=step)
     record.ratio("batch/packing_ratio", result.raw_tokens, forwarded, step=step)
     # A forwarded token may be context of one sample and trained in another: raw tokens tell them
@@ -211,11 +240,19 @@ def _record_rows(
     record.ratio(
         "batch/masked_token_frac", result.raw_tokens - trained, result.raw_tokens, step=step
     )
-    record.observe("batch/microbatches_per_step", len(rows), step=step)
+    record.observe("batch/microbatches_per_step", len(plan.microbatches), step=step)
     record.observe("batch/samples_per_step", result.num_samples, step=step)
-    record.observe("batch/groups_per_step", len(groups), step=step)
     record.observe("batch/forwarded_tokens_per_step", forwarded, step=step)
     record.observe("batch/trained_tokens_per_step", trained, step=step)
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """The largest load of a micro-batch's rows over their mean: the ranks wait for that row.
+
+    Example: rows of 4, 4 and 10: 10 / 6 = 1.67, and 1 / 1.67 of the ranks' time is used.
+    """
+    mean = math.fsum(loads) / len(loads)
+    return max(loads) / mean if mean else 1.0
 
 
 def _record_loss(record: Recorder, step: int, result: StepResult) -> None:
@@ -242,6 +279,10 @@ def _record_loss(record: Recorder, step: int, result: StepResult) -> None:
         "kl": sum(lag.kl_sum for lag in seen.lags),
     }.items():
         record.ratio(key, numerator, tokens, step=step)
+    if seen.kl_ref_tokens:
+        record.ratio("kl_ref", seen.kl_ref_sum, seen.kl_ref_tokens, step=step)
+    if seen.aux_loss is not None:
+        record.observe("aux_loss", seen.aux_loss, step=step)
     if np.isfinite(seen.clip_low_min):
         record.observe("clip_ratio/low_min", seen.clip_low_min, step=step)
         record.observe("clip_ratio/high_max", seen.clip_high_max, step=step)
@@ -272,7 +313,7 @@ def record_dropped_samples(record: Recorder, reason: str, samples: Sequence[Trai
 
 
 def record_queue(
-    record: Recorder, recipe: Recipe, fills: Mapping[str, Fill], *, outstanding: int
+    record: Recorder, recipe: Recipe, fills: Mapping[str, Fill], *, outstanding: int, bound: int
 ) -> None:
     """Record how full the streams are, and how much of what pacing allows is under way."""
     capacity = {"groups": recipe.queue.groups_capacity, "samples": recipe.samples_capacity}
@@ -285,7 +326,7 @@ def record_queue(
             record.ratio(f"queue/fill_frac/{name}", fill.waiting, capacity[name])
     record.observe("sample/rollout_queue_size", fills["samples"].waiting)
     record.observe("rollout/score_queue_size", fills["groups"].waiting)
-    record.ratio("pace/outstanding_frac", outstanding, recipe.max_outstanding)
+    record.ratio("pace/outstanding_frac", outstanding, bound)
 
 
 def drop_reasons(counter: Counter[str]) -> dict[str, int]:

@@ -1,8 +1,9 @@
 """The open step: groups are taken from `samples` for it, admitted, or dropped with their reason.
 
-Taken groups are held until the step that used them is settled; those that came while it waited for
-one about to be stale have their seats in the steps after. What nobody waits for (a second entry of
-a group, one declared lost that came after all, a stranger's) is removed.
+While it waits for others, what has come is forwarded (forwarding.py). Taken groups are held until
+the step that used them is settled; those that came while it waited for one about to be stale have
+their seats in the steps after. What nobody waits for (a second entry of a group, one declared lost
+that came after all, a stranger's) is removed.
 
 waits_for: scored groups in `samples`. unblocked_by: generators and scorers.
 """
@@ -17,6 +18,7 @@ from services.common.config import Recipe
 from services.common.recorder import Recorder
 from services.trainer.book import Book
 from services.trainer.dispatch import REASONS
+from services.trainer.forwarding import Forwarding
 from services.trainer.intake import AdmittedGroup, Poison, Policy, Refused, admit
 from services.trainer.measure import StepTimes
 from services.trainer.pace import LagAtBegin, began_of, last_step, may_sit
@@ -50,11 +52,14 @@ class Intake:
         self._looked_s = -math.inf
         self._lag = LagAtBegin(recipe.trainer.groups_per_step)
 
-    async def fill(self, times: StepTimes) -> list[AdmittedGroup]:
-        """Groups for the open step: as many as a step has, or as are left.
+    async def fill(self, times: StepTimes, forwarding: Forwarding) -> list[AdmittedGroup]:
+        """Groups for the open step: as many as a step has, or as are left. Those that have come are
+        given to `forwarding`, and it forwards what it can before others are waited for.
 
         With `trainer.stale = "wait"` seats are kept for groups that would be stale in a later step
         (see pace.py). While it waits for them, others that come are held for the steps after.
+
+        With `trainer.refill` a group without signal takes no seat, within `trainer.max_refill`.
         """
         groups: list[AdmittedGroup] = []
         overdue = False
@@ -69,10 +74,16 @@ class Intake:
                 self._waiting.remove(group_id)
                 if group := await self._admit(self.held[group_id]):
                     groups.append(group)
+                    self._refill(groups)
+                    forwarding.add(group)
                 wanted = self._wanted()
             times.data_s += time.monotonic() - begin_s
             if len(groups) >= wanted:
                 return groups
+            if await forwarding.forward_ready():
+                if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
+                    await self._look(times)
+                continue
             late = len(groups) + len(self._waiting) >= wanted
             if late and not overdue and times.straggler_wait_s >= self._recipe.trainer.overdue_s:
                 overdue = True
@@ -91,7 +102,8 @@ class Intake:
         it is published, and what they begin until then is as old as the one before.
         """
         trainer, outstanding = self._recipe.trainer, self._book.outstanding
-        if trainer.stale == "drop" or len(outstanding) < trainer.groups_per_step:
+        full = trainer.groups_per_step + self._book.dispatcher.refilling
+        if trainer.stale == "drop" or len(outstanding) < full:
             return True
         lasts = self._last_steps(outstanding.keys())
         new = self._last_step_of_new()
@@ -129,8 +141,18 @@ class Intake:
 
     def _wanted(self) -> int:
         """Groups of the open step."""
-        remaining, full = self._book.dispatcher.remaining, self._recipe.trainer.groups_per_step
+        dispatcher = self._book.dispatcher
+        remaining = dispatcher.remaining
+        full = self._recipe.trainer.groups_per_step + dispatcher.refilling
         return full if remaining is None else min(full, remaining)
+
+    def _refill(self, groups: Sequence[AdmittedGroup]) -> None:
+        """Groups of the open step without signal have others in their place."""
+        without = sum(group.zero_signal for group in groups)
+        refilling = min(without, self._recipe.max_refill)
+        if refilling > self._book.dispatcher.refilling:
+            self._book.dispatcher.refilling = refilling
+            self._book.room.set()
 
     async def _take(self, limit: int, times: StepTimes, *, late: bool) -> None:
         """Take entries, waiting about a second for one; what nobody waits for is removed, and
@@ -179,7 +201,7 @@ class Intake:
         begun = self._began.keys() & self._book.outstanding.keys()
         last = self._last_steps(begun | set(self._waiting))
         first = min(self._waiting, key=lambda group_id: last[group_id] or 0)
-        if overdue or (remaining is not None and remaining <= trainer.groups_per_step):
+        if overdue or (remaining is not None and remaining <= self._wanted()):
             return first  # nobody is waited for: there is no step after this one, or it is overdue
         others = [step for step in last.values() if step is not None and step > 0]
         groups_per_step = trainer.groups_per_step

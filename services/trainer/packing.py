@@ -33,6 +33,8 @@ class Terms:
     """[M] int64: which of the samples given to `pack` the term belongs to."""
     lags: torch.Tensor
     """[M] int64: optimizer steps between the weights that sampled it and the current ones."""
+    weights: torch.Tensor
+    """[M] float32: 1 / trained tokens of its conversation, all forks together."""
 
     def to(self, device: torch.device) -> "Terms":
         """The same on another device."""
@@ -101,6 +103,7 @@ def pack(samples: Sequence[TrainSample], *, share_prefixes: bool = True) -> Pack
     chosen = np.concatenate([sample.trained_mask for sample in samples])
     counts = [size.size for size in trained]
     advantages = np.array([sample.advantage for sample in samples], np.float32)
+    weights = np.array([sample.token_weight for sample in samples], np.float32)
 
     def at_trained(name: str) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([getattr(s, name) for s in samples])[chosen])
@@ -116,6 +119,7 @@ def pack(samples: Sequence[TrainSample], *, share_prefixes: bool = True) -> Pack
             advantages=torch.from_numpy(np.repeat(advantages, counts)),
             samples=torch.from_numpy(np.repeat(np.arange(len(samples)), counts)),
             lags=at_trained("lags").long(),
+            weights=torch.from_numpy(np.repeat(weights, counts)),
         ),
         attention=plan_attention(trie),
         num_samples=len(samples),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from services.common.lifecycle import Lifecycle
+from services.common.recorder import Recorder
 from services.trainer.learner import Learner
 from services.trainer.policy import PolicyServicer, PolicyStore
 from services.trainer.torch_thread import TorchThread
@@ -18,9 +19,10 @@ class Publisher:
         servicer: PolicyServicer,
         torch: TorchThread,
         lifecycle: Lifecycle,
+        recorder: Recorder,
     ) -> None:
         self._learner, self._store, self._servicer = learner, store, servicer
-        self._torch, self._lifecycle = torch, lifecycle
+        self._torch, self._lifecycle, self._recorder = torch, lifecycle, recorder
 
     @property
     def steps_behind(self) -> int:
@@ -34,12 +36,13 @@ class Publisher:
         path, rows = store.next_path(), store.canary_rows
         with_proof = store.current is None or self._servicer.unproven
 
-        def write() -> tuple[int, Any, Any]:
-            num_tensors = learner.write_weights(path)
+        def write() -> tuple[tuple[int, float], Any, Any]:
+            written = learner.write_weights(path)
             perturbed = learner.perturbed_logprobs(path, rows) if with_proof else None
-            return num_tensors, learner.canary_logprobs(rows), perturbed
+            return written, learner.canary_logprobs(rows), perturbed
 
-        num_tensors, canary, perturbed = await self._torch(write)
+        (num_tensors, gathering_s), canary, perturbed = await self._torch(write)
+        self._recorder.observe("perf/weight_sync_barrier_s", gathering_s)
         published = await store.publish(
             step=learner.num_applied,
             num_tensors=num_tensors,

@@ -1,6 +1,7 @@
 """The trainer's account of a run, over all its attempts."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,18 +19,19 @@ def report(
     attempts: int,
     started: str,
 ) -> dict[str, Any]:
-    """What trainer.json holds. Steps and tokens are those of the surviving line; groups are those
-    of all attempts."""
+    """What trainer.json holds. Steps, samples, tokens and evaluations are those of the surviving
+    line; groups are those of all attempts."""
     assert book.balances(), "dispatched = trained + rolled back + dropped + given up + in flight"
-    accuracies = [evaluation.accuracy for evaluation in evaluations]
-    rewards = [evaluation.reward for evaluation in evaluations]
+    before = next((each for each in evaluations if each.step == 0), None)
+    after = evaluations[-1] if evaluations else None
     return {
         **totals.summary(),
-        "eval_before": accuracies[0] if accuracies else None,
-        "eval_after": accuracies[-1] if accuracies else None,
-        "eval_reward_before": rewards[0] if rewards else None,
-        "eval_reward_after": rewards[-1] if rewards else None,
+        "eval_before": before and before.accuracy,
+        "eval_after": after and after.accuracy,
+        "eval_reward_before": before and before.reward,
+        "eval_reward_after": after and after.reward,
         "eval_failed": sum(evaluation.failed for evaluation in evaluations),
+        "evaluations": [asdict(evaluation) for evaluation in evaluations],
         "groups": {
             "dispatched": book.dispatched,
             "trained": book.trained,

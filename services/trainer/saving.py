@@ -1,4 +1,5 @@
-"""Checkpoints while the run goes on: the loop is held for a copy to memory, a thread writes it.
+"""Checkpoints while the run goes on: the loop is held for a copy to memory, a thread
+writes it, on every rank.
 
 What was measured up to a checkpoint is with the aggregator before the checkpoint is there: its
 steps are made and measured no second time, so what a killed trainer had not sent would be a gap.
@@ -17,7 +18,7 @@ import structlog
 from services.common.lifecycle import Lifecycle
 from services.common.recorder import Recorder
 from services.trainer.book import Book
-from services.trainer.checkpoint import CheckpointFailed, Checkpoints
+from services.trainer.checkpoint import CheckpointFailed, Checkpoints, Files
 from services.trainer.journal import Moment
 from services.trainer.learner import Learner
 from services.trainer.torch_thread import TorchThread
@@ -54,7 +55,7 @@ class Saver:
         """
         begin_s = time.monotonic()
         await self.finish()
-        tensors = await self._torch(self._learner.snapshot)
+        files = await self._torch(self._learner.snapshot)
         try:
             self._book.journal.rotate(moment)
         except OSError as error:
@@ -63,7 +64,7 @@ class Saver:
         # No await from the journal's new file to here: nothing may happen between them.
         said = self._book.said
         content = {**state(), "said": [record.line() for record in said]}
-        self._writing = asyncio.create_task(self._write(moment, content, tensors, len(said)))
+        self._writing = asyncio.create_task(self._write(moment, content, files, len(said)))
         return time.monotonic() - begin_s
 
     async def finish(self) -> None:
@@ -74,12 +75,12 @@ class Saver:
             self._writing = None
 
     async def _write(
-        self, moment: Moment, state: Mapping[str, Any], tensors: Any, num_said: int
+        self, moment: Moment, state: Mapping[str, Any], files: Files, num_said: int
     ) -> None:
         begin_s = time.monotonic()
         await asyncio.to_thread(self._recorder.flush, MEASURED_WITHIN_S)
         try:
-            await asyncio.to_thread(self._checkpoints.write, moment, state, tensors)
+            await asyncio.to_thread(self._checkpoints.write, moment, state, files)
         except CheckpointFailed as error:
             self._failed(moment, str(error))
             return

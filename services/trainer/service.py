@@ -1,7 +1,12 @@
-"""The trainer service: wiring of queue, policy service, torch thread and run."""
+"""The trainer service: wiring of queue, policy service, torch thread, other ranks and run.
+
+It ends as a whole: with a rank that is gone there is no going on, and the torch thread may wait for
+it for ever, so that the process then ends by `os._exit`, after its last words.
+"""
 
 import asyncio
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -15,6 +20,7 @@ from services.common.errors import Fenced
 from services.common.lifecycle import Lifecycle, announce
 from services.common.recorder import Recorder
 from services.trainer.policy import PolicyServicer
+from services.trainer.rank_processes import RankEnded, RankProcesses
 from services.trainer.run_queue import RunQueue
 from services.trainer.training import Training
 
@@ -53,7 +59,9 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     )
     at_exit = ExitStack()
     torch_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
+    ranks = await RankProcesses.start(recipe)
     report = None
+    lost: RankEnded | None = None
     try:
         connecting = queue.connect(
             recipe.queue.url,
@@ -67,10 +75,11 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
             return
         client.recorder = recorder
         training = Training(
-            recipe, lifecycle, recorder, servicer, RunQueue(client), torch_thread, at_exit
+            *(recipe, lifecycle, recorder, servicer, RunQueue(client), torch_thread, at_exit),
+            ranks.place,
         )
         try:
-            report = await training.run()
+            report = await ranks.beside(training.run())
         except Fenced as error:
             if recipe.trainer.exit_when_done:
                 raise
@@ -82,13 +91,23 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
             await lifecycle.stopping.wait()
         await client.close()
         if report is not None and not recipe.trainer.exit_when_done:
-            await lifecycle.stopping.wait()
+            await ranks.beside(lifecycle.stopping.wait())
+    except RankEnded as error:
+        lost = error
+        structlog.get_logger().error("RANK LOST", why=str(error))
     finally:
-        await lifecycle.set_ready(False)
-        torch_thread.shutdown(wait=True, cancel_futures=True)
-        if report is not None and recipe.trainer.exit_when_done:
-            await asyncio.to_thread(recorder.close, LAST_WORDS_S)
-        else:
-            await asyncio.to_thread(recorder.close)
-        await served.stop(GRPC_GRACE_S)
-        at_exit.close()
+        try:
+            await lifecycle.set_ready(False)
+            if lost is None:
+                torch_thread.shutdown(wait=True, cancel_futures=True)
+            await ranks.end()
+            if report is not None and recipe.trainer.exit_when_done:
+                await asyncio.to_thread(recorder.close, LAST_WORDS_S)
+            else:
+                await asyncio.to_thread(recorder.close)
+            await served.stop(GRPC_GRACE_S)
+            at_exit.close()
+        finally:
+            if lost is not None:
+                sys.stderr.flush()
+                os._exit(lost.status)

@@ -6,6 +6,9 @@ left it to the report.
 waits_for: scored groups in `samples`. unblocked_by: generators and scorers; a step never waits for
 itself, since groups outstanding always cover at least one step.
 
+A step is forwarded while its groups come (forwarding.py). Asked to stop, it is abandoned before its
+weights are touched, or ended: nothing is settled of a step that was not applied.
+
 Torch runs on one thread of its own; this coroutine only waits for it.
 """
 
@@ -29,7 +32,9 @@ from services.trainer.attempts import Attempts
 from services.trainer.book import Book, say
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.comparison import compare_for_ever
-from services.trainer.evaluation import evaluate, request_of
+from services.trainer.evaluating import Evaluator
+from services.trainer.evaluation import request_of
+from services.trainer.forwarding import Forwarding
 from services.trainer.intake import AdmittedGroup, Policy
 from services.trainer.journal import Journal
 from services.trainer.learner import Learner
@@ -37,18 +42,15 @@ from services.trainer.measure import StepTimes, record_dropped_samples, record_q
 from services.trainer.open_step import Intake
 from services.trainer.policy import PolicyServicer, PolicyStore
 from services.trainer.publishing import Publisher
+from services.trainer.ranks import Place
 from services.trainer.report import report
 from services.trainer.resume import take_over
 from services.trainer.run_queue import DISPATCHES, RunQueue
 from services.trainer.saving import Saver
 from services.trainer.torch_thread import TorchThread
-from services.trainer.types import Row
 
 GAUGE_EVERY_S = 1.0
 """How often the streams' fill is measured."""
-
-SYNCED_WITHIN_S = 300.0
-"""Longest wait for the generators to serve a version that is to be evaluated."""
 
 STEP_ENDS_WITHIN_S = 10.0
 """What a step that is being computed gets to end, once the trainer is asked to stop; what it gets
@@ -67,15 +69,17 @@ class Training:
         queue: RunQueue,
         torch_thread: ThreadPoolExecutor,
         at_exit: ExitStack,
+        place: Place | None = None,
     ) -> None:
         self._recipe, self._lifecycle, self._record = recipe, lifecycle, recorder
         self._servicer, self._queue, self._torch = servicer, queue, TorchThread(torch_thread)
-        self._at_exit = at_exit
+        self._at_exit, self._place = at_exit, place
         self._rows = dataset.load(recipe)
         self._checkpoints = Checkpoints(
             recipe.run_folder / "checkpoints", keep=recipe.checkpoint.keep
         )
         self._dispatching: set[str] = set()
+        self._skips = recipe.zero_signal == "skip"
         self._clean = True
         """False while weights and book may not belong together."""
 
@@ -86,7 +90,7 @@ class Training:
         known = past.know(recipe, self._checkpoints.folder)
         self._lifecycle.enter("looking for a checkpoint")
         self._past = await asyncio.to_thread(past.read, recipe, self._checkpoints, self._rows)
-        self._totals, self._evaluations = self._past.totals, self._past.evaluations
+        self._totals = self._past.totals
         over = past.report_of(recipe)
         if over is not None and self._past.dispatcher.remaining == 0:
             return await self._stay_complete(over)
@@ -119,10 +123,11 @@ class Training:
     async def _load(self) -> None:
         """The model, with the checkpoint's weights where there is one."""
         self._lifecycle.enter("loading the model")
-        self._learner = await self._torch(Learner, self._recipe)
+        self._learner = await self._torch(Learner, self._recipe, self._place)
+        self._lifecycle.details["rows"] = self._learner.rows
         if self._past.checkpoint is not None:
             self._lifecycle.enter(f"restoring step {self._past.checkpoint.step}")
-            await self._torch(self._learner.restore, self._past.checkpoint.tensors)
+            await self._torch(self._learner.restore, self._past.checkpoint.folder)
 
     async def _begin_attempt(self, *, known: bool) -> dict[str, str]:
         """Fix the attempt, durably; the groups that the server holds."""
@@ -153,7 +158,12 @@ class Training:
         )
         self._at_exit.callback(self._store.close)  # after the run: the final version stays served
         self._publisher = Publisher(
-            self._learner, self._store, self._servicer, self._torch, self._lifecycle
+            self._learner,
+            self._store,
+            self._servicer,
+            self._torch,
+            self._lifecycle,
+            self._record,
         )
         self._servicer.open(self._store, self._learner.folder)
 
@@ -171,6 +181,16 @@ class Training:
         )
         await self._queue.settle([("", group_id) for group_id in unwanted], step=before.open_step)
         self._intake = Intake(self._recipe, self._queue, self._book, self._record, self._policy)
+        self._evaluator = Evaluator(
+            self._recipe,
+            self._rows.evaluation,
+            self._queue,
+            self._store,
+            self._servicer,
+            self._lifecycle,
+            self._record,
+            done=before.evaluations,
+        )
         self._saver = Saver(
             self._checkpoints,
             self._book,
@@ -199,7 +219,7 @@ class Training:
 
     async def _learning(self) -> bool:
         """Evaluations, steps, checkpoints; False when asked to stop before the end."""
-        if not self._evaluations and not await self._evaluate("before"):
+        if self._totals.steps == 0 and self._evaluator.due(0) and await self._evaluate() is None:
             return False
         comparing = compare_for_ever(
             self._queue, self._book, on_the_way=self._on_the_way, step=lambda: self._intake.number
@@ -212,43 +232,20 @@ class Training:
             await self._publisher.publish()
         await self._save()
         await self._saver.finish()
-        return await self._evaluate("after")
+        due = self._evaluator.due_at_end(self._totals.steps)
+        return not due or await self._evaluate() is not None
 
-    async def _evaluate(self, when: str) -> bool:
-        """Evaluate the current version; False when asked to stop before it is done."""
-        if not self._recipe.evaluation.enabled:
-            return True
-        return bool(await unless(self._lifecycle.stopping, self._evaluated(when)))
-
-    async def _evaluated(self, when: str) -> bool:
-        begin_s, version = time.monotonic(), self._store.version
-        self._lifecycle.enter(f"waiting for generators to serve version {version}")
-        if not await self._servicer.wait_served(version, timeout_s=SYNCED_WITHIN_S):
-            structlog.get_logger().warning("not all generators serve the version to evaluate")
-        self._lifecycle.enter(f"evaluating {when} training")
-        found = await evaluate(
-            self._queue,
-            self._rows.evaluation,
-            self._recipe,
-            number=len(self._evaluations),
-            version=version,
-        )
-        self._evaluations.append(found)
-        # Generators were waited for, too: it is what holds the trainer.
-        self._record.observe("perf/eval_s", time.monotonic() - begin_s)
-        if found.accuracy is not None:
-            self._lifecycle.details[f"eval_{when}"] = f"{found.accuracy:.4f}"
-        structlog.get_logger().info(
-            "evaluated", when=when, reward=found.reward, failed=found.failed
-        )
-        return True
+    async def _evaluate(self) -> float | None:
+        """Evaluate the current version; the seconds that the trainer was held, None when asked to
+        stop before it is done."""
+        evaluating = self._evaluator.evaluate(self._totals.steps)
+        return await unless(self._lifecycle.stopping, evaluating)
 
     async def _dispatch(self) -> None:
         """Keep as many groups outstanding as pacing allows; one of DISPATCHES that do so."""
-        bound = self._recipe.max_outstanding
         while True:
             ticket = None
-            if len(self._book.outstanding) < bound and self._intake.may_dispatch():
+            if len(self._book.outstanding) < self._bound and self._intake.may_dispatch():
                 ticket = self._book.next_ticket()
             if ticket is None:
                 self._book.room.clear()
@@ -271,7 +268,15 @@ class Training:
         lifecycle, stopping = self._lifecycle, self._lifecycle.stopping
         previous_s: float | None = None
         times = StepTimes()
+        every_steps = self._recipe.checkpoint.every_steps
         while self._book.dispatcher.remaining != 0:
+            if self._evaluator.due(self._totals.steps):
+                held_s = await self._evaluate()
+                if held_s is None:
+                    return False
+                times.eval_s = held_s
+            if previous_s is not None and self._totals.steps % every_steps == 0:
+                times.checkpoint_s = await self._save()
             self._intake.number = self._totals.steps + 1
             lifecycle.details.update(
                 step=str(self._intake.number), max_steps=str(self._recipe.trainer.max_steps or "")
@@ -280,78 +285,71 @@ class Training:
             if previous_s is None:
                 await self._queue.settle([], step=self._intake.number)
             lifecycle.enter("training")
-            groups = await unless(stopping, self._intake.fill(times))
+            forwarding = Forwarding(
+                self._learner, self._torch, times, skips_zero_signal=self._skips
+            )
+            groups = await unless(stopping, self._intake.fill(times, forwarding))
             if groups is None:
                 return False
             if not groups:  # all that was left has been given up
                 continue
-            self._clean = False
-            step = self._train(groups, times, previous_s)
+            step = self._train(groups, forwarding, times, previous_s)
             ended_s = await unless(stopping, step, grace_s=STEP_ENDS_WITHIN_S)
-            self._clean = ended_s is not None
             if stopping.is_set():
                 return False
             previous_s, times = ended_s, StepTimes()
-            if self._totals.steps % self._recipe.checkpoint.every_steps == 0:
-                times.checkpoint_s = await self._save_between()
         # What comes now is no part of the last step: its time has been recorded.
         self._record.set_clock(attempt=self._queue.attempt, step=self._totals.steps + 1)
         return True
 
     async def _train(
-        self, groups: list[AdmittedGroup], times: StepTimes, previous_s: float | None
+        self,
+        groups: list[AdmittedGroup],
+        forwarding: Forwarding,
+        times: StepTimes,
+        previous_s: float | None,
     ) -> float:
         """One optimizer step on these groups, its version, and their settlement; when it ended.
 
         Recording what was measured belongs to the next step's time.
         """
-        recipe, learner, intake = self._recipe, self._learner, self._intake
-        skip = recipe.trainer.zero_signal == "skip"
-        owned = [(g, s) for g in groups if not (skip and g.zero_signal) for s in g.samples]
-        forwarded = [sample for _, sample in owned]
-        begin_s = time.monotonic()
-        plan = await self._torch(learner.plan, forwarded)
-        rows = [[forwarded[index] for index in row.samples] for row in plan.rows]
-        for microbatch in plan.microbatches:
-            of_ranks = [Row([forwarded[i] for i in row.samples], row.echo) for row in microbatch]
-            await self._torch(learner.accumulate, of_ranks)
-        result = await self._torch(learner.finish)
-        times.fwd_s, times.fwd_bwd_s = result.fwd_s, result.fwd_bwd_s
-        times.optimizer_s = result.optimizer_s
-        # Planning, packing, and the way to the torch thread and back.
-        computed_s = result.fwd_bwd_s + result.optimizer_s
-        times.data_s += time.monotonic() - begin_s - computed_s
+        recipe, intake = self._recipe, self._intake
+        plan = await forwarding.forward_rest()
+        self._clean = False
+        result = await forwarding.finish()
         self._totals.steps += 1
 
-        record_dropped_samples(self._record, "oversize", [forwarded[i] for i in plan.oversize])
-        used = {owned[index][0].group_id for row in plan.rows for index in row.samples}
-        unused = {group.group_id for group, _ in owned} - used
         begin_s = time.monotonic()
         if result.applied and self._publisher.steps_behind >= recipe.trainer.weight_sync_steps:
             await self._publisher.publish()
         times.weight_sync_s = time.monotonic() - begin_s
         await intake.settle(groups)
+        unused = forwarding.unused
         for group in groups:
             if group.group_id in unused:
                 intake.drop_settled(group.group_id, "oversize")
                 continue
-            reason = "no signal" if skip and group.zero_signal else ""
+            reason = "no signal" if self._skips and group.zero_signal else ""
             intake.train_settled(group.group_id, reason=reason)
+        self._book.dispatcher.step_ended(len(groups), seats=recipe.trainer.groups_per_step)
+        self._clean = True
 
         ended_s = time.monotonic()
         if previous_s is not None:
             times.step_s = ended_s - previous_s
-        trained_samples = sum(len(g.samples) for g in groups if g.group_id not in unused)
-        self._totals.add(result, times, groups, trained_samples)
+        samples = forwarding.samples
+        self._totals.add(result, times, groups)
+        record_dropped_samples(self._record, "oversize", [samples[i] for i in plan.oversize])
         record_step(
             self._record,
             recipe,
             step=intake.number,
             result=result,
             plan=plan,
-            rows=rows,
+            samples=samples,
             groups=groups,
             times=times,
+            peak_flops=self._learner.peak_flops,
         )
         return ended_s
 
@@ -367,13 +365,6 @@ class Training:
 
     # -- checkpoints
 
-    async def _save_between(self) -> float:
-        """A checkpoint between two steps, of whose second it is a part; none after the last, where
-        another one comes."""
-        if self._book.dispatcher.remaining == 0:
-            return 0.0
-        return await self._save()
-
     async def _save(self) -> float:
         moment = (self._queue.attempt, self._totals.steps)
         held_s = await self._saver.save(moment, self._state)
@@ -386,6 +377,7 @@ class Training:
         self._lifecycle.enter("writing a checkpoint")
         steps = 0 if self._saver.last is None else self._saver.last[1]
         if self._clean and self._totals.steps > steps:
+            await self._torch(self._learner.abandon)
             await self._save()
         await self._saver.finish()
 
@@ -399,7 +391,7 @@ class Training:
             "book": self._book.dispatcher.state(),
             "line": self._store.line.state(),
             "totals": self._totals.state(),
-            "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
+            "evaluations": [asdict(evaluation) for evaluation in self._evaluator.done],
             "started": self._past.started,
         }
 
@@ -411,8 +403,15 @@ class Training:
             await self._queue.check()
             fills = await self._queue.gauge()
             outstanding = len(self._book.outstanding)
-            record_queue(self._record, self._recipe, fills, outstanding=outstanding)
+            record_queue(
+                self._record, self._recipe, fills, outstanding=outstanding, bound=self._bound
+            )
             await asyncio.sleep(GAUGE_EVERY_S)
+
+    @property
+    def _bound(self) -> int:
+        """Groups between dispatch and settlement, at most."""
+        return self._recipe.max_outstanding + self._book.dispatcher.refilling
 
     def _on_the_way(self) -> set[str]:
         return self._dispatching | set(self._intake.held)
@@ -430,7 +429,7 @@ class Training:
         made = report(
             self._book.dispatcher,
             self._totals,
-            self._evaluations,
+            self._evaluator.done,
             versions=self._store.version,
             attempts=self._queue.attempt,
             started=self._past.started,

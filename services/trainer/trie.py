@@ -65,6 +65,18 @@ class Trie:
     nodes: list[Ints]
     """Per sequence, the nodes at the depths that were asked for."""
 
+    def run_sizes(self) -> Ints:
+        """[R] tokens of every run."""
+        return np.diff(self.run_starts, append=self.token_ids.size)
+
+    def paths(self) -> list[Ints]:
+        """Per run, the nodes from the root to its last one; the run's own are the last of them."""
+        stops = self.run_starts + self.run_sizes()
+        return [
+            np.append(np.flatnonzero(self.ends[:start] > start), np.arange(start, stop))
+            for start, stop in zip(self.run_starts.tolist(), stops.tolist(), strict=True)
+        ]
+
 
 def build_trie(
     sequences: Sequence[Ints], *, depths: Sequence[Ints], share_prefixes: bool = True

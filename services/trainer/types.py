@@ -49,6 +49,11 @@ class TrainSample:
             raise ValueError(f"sample {self.rollout_id}: the first token cannot be trained")
         if not self.trained_mask.any():
             raise ValueError(f"sample {self.rollout_id}: no token is trained; leave it out")
+        if self.conversation_tokens is not None and self.conversation_tokens < self.num_trained:
+            raise ValueError(
+                f"sample {self.rollout_id}: {self.num_trained} tokens are trained, its whole "
+                f"conversation has {self.conversation_tokens}"
+            )
 
     @property
     def group_id(self) -> str:
@@ -64,6 +69,12 @@ class TrainSample:
     def num_trained(self) -> int:
         """Trained tokens."""
         return int(self.trained_positions.size)
+
+    @property
+    def token_weight(self) -> float:
+        """What each of its trained tokens is of its conversation: 1 over the trained tokens of all
+        forks together."""
+        return 1 / (self.conversation_tokens or self.num_trained)
 
     @property
     def num_context(self) -> int:

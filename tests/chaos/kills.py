@@ -1,5 +1,6 @@
 """`python -m tests.chaos.kills`: the trainer killed at random moments of a short run of two epochs,
-with the streams kept and with the streams lost.
+with the streams kept and with the streams lost. With `--ranks 2` it is one rank that is killed,
+now this one and now that, and the trainer has to end with it.
 
 Prints a table and writes benchmarks/results/kills.json. The exit status is 1 when a prompt was not
 trained exactly once an epoch, the curve of steps has a gap, or the finished run was not left alone
@@ -16,17 +17,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import psutil
 import typer
 
 from tests.chaos.judge import METRIC, gather, judge
 from tests.chaos.pipeline import POLL_S, Pipeline
 from tests.chaos.world import Plan, make_model
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "kills.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 Streams = Literal["kept", "lost"]
 
@@ -56,7 +58,9 @@ class Outcome:
     """One run and its kills."""
 
     streams: Streams
+    ranks: int = 1
     kills: int = 0
+    killed_ranks: Sequence[int] = ()
     steps_at_kill: Sequence[int] = ()
     """Of the killed attempts each, how many steps it had made."""
     attempts: int = 0
@@ -89,14 +93,18 @@ async def killed(
     """A run whose trainer is killed so many times: what it came to. `deaths` says of each kill what
     becomes of the streams."""
     draw, begin_s = random.Random(seed), time.monotonic()
-    outcome = Outcome(deaths[-1] if deaths else "kept")
+    outcome = Outcome(deaths[-1] if deaths else "kept", ranks=plan.ranks)
     async with Pipeline(plan, folder, model=model) as pipeline:
         await pipeline.start()
-        lives = []
+        lives: list[int] = []
+        victims: list[int] = []
         for streams in deaths:
-            lives.append(await _kill(pipeline, streams, draw))
-            say(f"killed after {lives[-1]} steps of its own, streams {streams}")
+            # One rank after the other, the last first.
+            victims.append(plan.ranks - 1 - len(victims) % plan.ranks)
+            lives.append(await _kill(pipeline, streams, draw, rank=victims[-1]))
+            say(f"rank {victims[-1]} killed after {lives[-1]} steps of its own, streams {streams}")
         outcome.kills, outcome.steps_at_kill = len(lives), lives
+        outcome.killed_ranks = victims
         status = await pipeline.over(patience_s=PATIENCE_S)
         problems = [] if status == 0 else [f"the last trainer ended with {status}"]
         before = _left(pipeline)
@@ -107,7 +115,8 @@ async def killed(
         outcome.again_status = again.ends[-1]
         if again.ends[-1] != 0 or _left(pipeline) != before:
             problems.append(f"a finished run started again ended with {again.ends[-1]}, or wrote")
-        if (own := Counter(pipeline.trainer.ends)) != {-signal.SIGKILL: len(lives), 0: 2}:
+        expected = Counter(1 if victim else -signal.SIGKILL for victim in victims) + Counter({0: 2})
+        if (own := Counter(pipeline.trainer.ends)) != expected:
             problems.append(f"trainers ended with {dict(own)}")
         await pipeline.wind_down()
         evidence = await gather(pipeline)
@@ -129,8 +138,8 @@ async def killed(
     return outcome
 
 
-async def _kill(pipeline: Pipeline, streams: Streams, draw: random.Random) -> int:
-    """Kill the present trainer at a moment of its life; how many steps it had made."""
+async def _kill(pipeline: Pipeline, streams: Streams, draw: random.Random, *, rank: int) -> int:
+    """Kill a rank of the present trainer at a moment of its life; how many steps it had made."""
     trainer = pipeline.trainer
     before = pipeline.num_steps
     async with asyncio.timeout(PATIENCE_S):
@@ -144,7 +153,11 @@ async def _kill(pipeline: Pipeline, streams: Streams, draw: random.Random) -> in
             await asyncio.sleep(draw.uniform(0.0, 0.3))
         assert not trainer.over.is_set(), "the run was over before the last kill"
         trainer.held.clear()
-        trainer.signal(signal.SIGKILL)
+        if rank:
+            await _until(lambda: len(_other_ranks(trainer.pid)) >= rank)
+            _other_ranks(trainer.pid)[rank - 1].kill()
+        else:
+            trainer.signal(signal.SIGKILL)
         await _until(lambda: not trainer.running)
     if streams == "lost":
         if draw.random() < 0.5:
@@ -156,6 +169,13 @@ async def _kill(pipeline: Pipeline, streams: Streams, draw: random.Random) -> in
     made = pipeline.num_steps - before
     trainer.held.set()
     return made
+
+
+def _other_ranks(pid: int | None) -> list[psutil.Process]:
+    """The processes of a trainer that are its ranks from 1 on, in their order."""
+    children = psutil.Process(pid).children()
+    ranks = [each for each in children if "services.trainer.rank" in each.cmdline()]
+    return sorted(ranks, key=lambda each: (each.create_time(), each.pid))
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -179,7 +199,7 @@ def _prompts_of(groups: Sequence[Any]) -> list[str]:
 def text(outcomes: Sequence[Outcome]) -> str:
     """The table."""
     columns = (
-        *("streams", "kills", "attempts", "steps", "dispatched", "trained", "rolled_back"),
+        *("streams", "ranks", "kills", "attempts", "steps", "dispatched", "trained", "rolled_back"),
         *("dropped", "given_up", "trained_twice", "not_once", "metric_gaps", "again_status"),
     )
     lines = ["", " ".join(f"{name:>13}" for name in columns)]
@@ -189,19 +209,20 @@ def text(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-async def run(*, kills: int, seed: int, folder: Path) -> list[Outcome]:
-    """Both runs, one after the other."""
+async def run(
+    *, kills: int, seed: int, folder: Path, ranks: int, which: Sequence[Streams]
+) -> list[Outcome]:
+    """A run for each of `which`, one after the other."""
     model = make_model(folder / "model")
     outcomes = []
-    both: tuple[Streams, ...] = ("kept", "lost")
-    for streams in both:
+    for streams in which:
 
         def say(line: str, streams: Streams = streams) -> None:
             print(f"streams {streams}: {line}", flush=True)
 
         outcomes.append(
             await killed(
-                PLAN,
+                replace(PLAN, ranks=ranks),
                 folder / streams,
                 model=model,
                 deaths=[streams] * kills,
@@ -215,12 +236,22 @@ async def run(*, kills: int, seed: int, folder: Path) -> list[Outcome]:
 def main(
     kills: Annotated[int, typer.Option(help="Of each run.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the moments.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Of the trainer.")] = 1,
+    streams: Annotated[str, typer.Option(help="kept, lost, or both.")] = "both",
     folder: Annotated[Path | None, typer.Option(help="For the runs' files.")] = None,
-    results: Annotated[Path, typer.Option(help="The figures, as JSON.")] = RESULTS,
+    results: Annotated[Path | None, typer.Option(help="The figures, as JSON.")] = None,
 ) -> None:
     """Kill, judge, and tell."""
+    which: dict[str, tuple[Streams, ...]] = {
+        "both": ("kept", "lost"),
+        "kept": ("kept",),
+        "lost": ("lost",),
+    }
+    results = results or RESULTS / ("kills.json" if ranks == 1 else "kills_of_ranks.json")
     place = folder or Path(tempfile.mkdtemp(prefix="headrace-kills-"))
-    outcomes = asyncio.run(run(kills=kills, seed=seed, folder=place))
+    outcomes = asyncio.run(
+        run(kills=kills, seed=seed, folder=place, ranks=ranks, which=which[streams])
+    )
     print(text(outcomes))
     well = not any(outcome.problems for outcome in outcomes)
     figures = {

@@ -32,6 +32,7 @@ class Plan:
     epochs: float = 2.0
     groups_per_step: int = 2
     max_staleness: int = 3
+    ranks: int = 1
     checkpoint_every_steps: int = 3
     claim_after_s: float = 1.5
     max_work_s: float = 20.0
@@ -153,6 +154,7 @@ def make_world(plan: Plan, folder: Path, *, model: Path, ports: Ports) -> Recipe
             "trainer": {
                 "groups_per_step": plan.groups_per_step,
                 "max_staleness": plan.max_staleness,
+                "ranks": plan.ranks,
                 "device": "cpu",
                 "exit_when_done": True,
             },

@@ -8,9 +8,6 @@ S: Services = ("scorer",)
 T: Services = ("trainer",)
 A: Services = ("aggregator",)
 
-FULL_STRENGTH = "5 of 8"
-"""Of the plan's parts, the one with several trainer ranks and every kind of loss."""
-
 
 def count(
     key: str,

@@ -1,6 +1,6 @@
 """Keys of rewards, in training and in evaluation."""
 
-from services.aggregator.declared.making import G, S, count, observed, ratio
+from services.aggregator.declared.making import S, T, count, observed, ratio
 
 REWARD = (
     observed("reward", S, "reward", "Total reward of a scored conversation."),
@@ -29,9 +29,16 @@ REWARD = (
 )
 
 EVALUATION = (
-    observed("eval/reward", S, "reward", "Total reward of a greedy evaluation."),
-    observed("eval/rewards/{function}", S, "reward", "One function's rewards in evaluation."),
-    ratio("eval/mean_length", G, "Generated tokens over conversations.", unit="tokens"),
-    ratio("eval/clipped_ratio", G, "Conversations ended by length over conversations."),
-    count("eval/failed_total", G, "conversations", "Evaluation conversations that failed."),
+    observed("eval/reward", T, "reward", "Total reward of a greedy evaluation."),
+    observed("eval/rewards/{function}", T, "reward", "One function's rewards in evaluation."),
+    ratio("eval/mean_length", T, "Generated tokens over conversations.", unit="tokens"),
+    ratio("eval/clipped_ratio", T, "Conversations ended by length over conversations."),
+    count("eval/failed_total", T, "rows", "Rows of evaluation that have no reward."),
+    observed(
+        "eval/version",
+        T,
+        "version",
+        "The version that was evaluated.",
+        default="last",
+    ),
 )

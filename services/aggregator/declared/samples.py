@@ -1,6 +1,6 @@
 """Keys of the streams, samples as they arrive, and the batches made of them."""
 
-from services.aggregator.declared.making import FULL_STRENGTH, T, count, observed, ratio
+from services.aggregator.declared.making import T, count, observed, ratio
 from services.aggregator.metric import ALL
 
 QUEUE = (
@@ -143,25 +143,30 @@ BATCH = (
         "batch/row_imbalance",
         T,
         "1",
-        "Largest row's attention load over the mean load.",
-        since=FULL_STRENGTH,
+        "Of a micro-batch: the largest row's attention load (sum of squared sample lengths) over "
+        "the mean of its rows; what ranks wait for one another.",
     ),
-    ratio("batch/row_fill_frac", T, "Tokens in rows over token budget times rows."),
+    ratio(
+        "batch/row_fill_frac",
+        T,
+        "Tokens in rows over token budget times rows. Rows are not padded: each rank gets its own "
+        "samples, and forwards these only.",
+        old_names=("batch/pad_frac",),
+    ),
     ratio(
         "batch/duplication",
         T,
         "Tokens forwarded over the step's unique tokens; fill alone rewards duplicated prompts.",
     ),
-    ratio(
-        "batch/pad_frac",
-        T,
-        "Padding between ranks over all positions: transferred, never forwarded.",
-        since=FULL_STRENGTH,
-    ),
     ratio("batch/packing_ratio", T, "Raw tokens over unique tokens forwarded."),
     observed("batch/microbatches_per_step", T, "microbatches", "Micro-batches of a step."),
-    observed("batch/samples_per_step", T, "samples", "Samples of a step."),
-    observed("batch/groups_per_step", T, "groups", "Groups of a step."),
+    observed(
+        "batch/samples_per_step",
+        T,
+        "samples",
+        "Samples that a step trained on; not those of groups that were skipped for want of signal.",
+    ),
+    observed("batch/groups_per_step", T, "groups", "Groups of a step, with or without signal."),
     observed("batch/forwarded_tokens_per_step", T, "tokens", "Tokens forwarded in a step."),
     observed("batch/trained_tokens_per_step", T, "tokens", "Tokens trained in a step."),
 )

@@ -1,13 +1,6 @@
 """Keys of a step's time, its loss, and the policy that comes of it."""
 
-from services.aggregator.declared.making import (
-    FULL_STRENGTH,
-    G,
-    T,
-    count,
-    observed,
-    ratio,
-)
+from services.aggregator.declared.making import G, T, count, observed, ratio
 
 PERF = (
     observed(
@@ -35,7 +28,12 @@ PERF = (
         "perf/fwd_bwd_s", T, "s", "Of a step: forward and backward.", old_names=("step_time",)
     ),
     observed("perf/optimizer_s", T, "s", "Of a step: the optimizer, of this very step."),
-    observed("perf/data_s", T, "s", "Of a step: planning, packing, moving to the device."),
+    observed(
+        "perf/data_s",
+        T,
+        "s",
+        "Of a step: planning, packing, moving to the device, handing rows to the other ranks.",
+    ),
     observed("perf/checkpoint_s", T, "s", "Of a step: held by a checkpoint."),
     observed("perf/eval_s", T, "s", "Of a step: held by an evaluation."),
     observed(
@@ -70,14 +68,14 @@ PERF = (
     ratio(
         "perf/mfu_fwd_bwd",
         T,
-        "Model FLOPs over the device's peak, in forward and backward; absent for an unknown peak.",
-        since=FULL_STRENGTH,
+        "Model FLOPs over the peak of all ranks' devices, in forward and backward.",
+        only_when="the device's peak is known",
     ),
     ratio(
         "perf/mfu_wall_clock",
         T,
-        "Model FLOPs over the device's peak, over the whole step; absent for an unknown peak.",
-        since=FULL_STRENGTH,
+        "Model FLOPs over the peak of all ranks' devices, over the whole step.",
+        only_when="the device's peak is known",
     ),
     observed(
         "perf/weight_sync_s",
@@ -91,7 +89,6 @@ PERF = (
         T,
         "s",
         "Of perf/weight_sync_s: ranks gathering parameters.",
-        since=FULL_STRENGTH,
     ),
     observed(
         "perf/weight_sync_transfer_s",
@@ -150,16 +147,17 @@ TRAINING = (
     ratio(
         "kl_ref",
         T,
-        "KL to the frozen reference model (k3), over trained tokens; absent without one.",
+        "KL to the frozen reference model (k3, weighted by the importance ratio up to 2), over "
+        "trained tokens.",
         unit="nats",
-        since=FULL_STRENGTH,
+        only_when="there is a reference",
     ),
     observed(
         "aux_loss",
         T,
         "1",
-        "Load-balancing loss of a mixture-of-experts router; one a step, absent without one.",
-        since=FULL_STRENGTH,
+        "Load-balancing loss of a mixture-of-experts router; one a step.",
+        only_when="the model has routers",
     ),
     observed("grad_norm", T, "1", "Norm of the gradient before clipping; one a step."),
     observed("learning_rate", T, "1", "Learning rate of the step; one a step.", default="last"),

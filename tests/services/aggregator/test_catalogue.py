@@ -6,6 +6,7 @@ from services.aggregator.catalogue import CATALOGUE
 from services.aggregator.ingest import Ingest
 from services.aggregator.metric import Catalogue, Metric
 from services.aggregator.reduce import REDUCTIONS
+from services.aggregator.store import Store
 from tests.services.aggregator.making import Producer, count, ratio
 
 
@@ -91,10 +92,10 @@ def test_a_planned_key_names_the_part_that_records_it() -> None:
         assert metric.since is None or re.fullmatch(r"[4-8] of 8", metric.since), metric.key
 
 
-def test_a_planned_key_is_taken_all_the_same(ingest: Ingest) -> None:
-    planned = next(m for m in CATALOGUE.metrics if m.since and m.instrument == "ratio")
-    service = planned.producers[0]
-    receipt = Producer(f"{service}-0", service=service).send(
+def test_a_planned_key_is_taken_all_the_same(store: Store) -> None:
+    planned = Metric("new/key", "ratio", "1", "ratio", ("trainer",), "New.", since="8 of 8")
+    ingest = Ingest(store, catalogue=Catalogue((*CATALOGUE.metrics, planned)))
+    receipt = Producer("trainer-0", service="trainer").send(
         ingest, [(planned.key, ratio(1, 3)), ("no/such_key", count(1))]
     )
     assert (receipt.accepted, [each.key for each in receipt.rejected]) == (1, ["no/such_key"])

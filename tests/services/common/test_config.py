@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.common import recipe_text
 from services.common.config import Recipe, RecipeError, dump_toml, load
 from services.common.generation_config import Generation
+from services.common.training_config import Loss
 
 BASE = """
 run = "demo"
@@ -217,6 +218,8 @@ def test_all_mistakes_are_told_at_once(recipe_file: Path) -> None:
     ("overrides", "fragment"),
     [
         (["queue.samples_capacity=31"], "31 is below trainer.groups_per_step (32); a step could"),
+        (["trainer.rows=samples"], "trainer.samples_per_row: say how many, since trainer.rows ="),
+        (["trainer.samples_per_row=8"], "trainer.samples_per_row: 8 has no meaning with trainer."),
         (["data.file=a.jsonl"], "give exactly one of data.reasoning_gym, data.file and"),
         (["trainer.token_budget=100"], "trainer.token_budget: 100 is below generator.max_model"),
         (["generation.max_completion_tokens=2048"], "no room is left for a prompt"),
@@ -226,6 +229,14 @@ def test_all_mistakes_are_told_at_once(recipe_file: Path) -> None:
             "evaluation.every_expression: only for",
         ),
         (["rewards.functions=[]"], "rewards.functions: give at least one"),
+        (["loss.tis_cap=3"], "loss.tis_cap: has no meaning for loss.kind = 'clip', whose keys are"),
+        (["loss.kind=tis", "loss.clip_low=0.2"], "leave it out, or take kind = clip or gspo"),
+        (["loss.kind=gspo"], 'set normalise = "sequence"'),
+        (
+            ["loss.kind=gspo", "loss.normalise=sequence", "loss.clip_high=0.2"],
+            "loss.clip_high: 0.2 is a distance for tokens; gspo clips the geometric mean",
+        ),
+        (["loss.reference=/models/base"], "loss.reference: /models/base would not be used"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(
@@ -245,6 +256,28 @@ def test_contradictions_are_one_line_each(recipe_file: Path) -> None:
     lines = refused(recipe_file, "run=A", "queue.samples_capacity=1", "data.file=x").split("\n")
     assert len(lines) == 3
     assert all(line.startswith(f"{recipe_file}: ") for line in lines)
+
+
+def test_limits_of_a_loss_are_those_of_its_kind(recipe_file: Path) -> None:
+    assert read(recipe_file).loss == Loss(clip_low=0.2, clip_high=0.28, dual_clip=10.0)
+    gspo = read(recipe_file, "loss.kind=gspo", "loss.normalise=sequence", "loss.clip_low=1e-3").loss
+    assert (gspo.clip_low, gspo.clip_high, gspo.dual_clip) == (1e-3, 4e-4, None)
+    icepop = read(recipe_file, "loss.kind=icepop", "loss.icepop_high=3").loss
+    assert (icepop.icepop_low, icepop.icepop_high, icepop.clip_low) == (0.5, 3.0, None)
+    line = refused(recipe_file, "loss.kind=ppo")
+    assert "loss.kind = 'ppo': input should be 'clip', 'tis', 'icepop' or 'gspo'" in line
+
+
+def test_a_kl_to_a_reference_is_a_signal_of_its_own(recipe_file: Path) -> None:
+    assert read(recipe_file).zero_signal == "skip"
+    assert read(recipe_file, "loss.kl_coefficient=0.01").zero_signal == "keep"
+    both = read(recipe_file, "loss.kl_coefficient=0.01", "trainer.zero_signal=skip")
+    assert both.zero_signal == "skip"
+    # Written out or not, a default is the same experiment.
+    same = ("trainer.zero_signal=skip", "loss.clip_low=0.2", "loss.dual_clip=10")
+    assert {read(recipe_file, key).identity() for key in same} == {read(recipe_file).identity()}
+    other = read(recipe_file, "trainer.zero_signal=keep").identity()
+    assert other != read(recipe_file).identity()
 
 
 # The file
@@ -319,6 +352,14 @@ def test_what_is_written_is_read_back(params: dict[str, Any]) -> None:
         "section": {"params": params},
         "empty": {},
     }
+
+
+def test_a_dumped_loss_loads_as_the_same_loss(recipe_file: Path) -> None:
+    keys = ("kind=gspo", "normalise=sequence", "reference=r/", "kl_coefficient=0.1")
+    recipe = read(recipe_file, *(f"loss.{key}" for key in keys))
+    again = recipe_file.with_name("again.toml")
+    again.write_text(dump_toml(recipe), encoding="utf-8")
+    assert read(again).loss == recipe.loss
 
 
 def test_a_dumped_recipe_loads_as_the_same_recipe(recipe_file: Path) -> None:

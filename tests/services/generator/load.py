@@ -130,7 +130,7 @@ async def _load(setting: Setting, chosen: Sequence[str]) -> Outcome:
     )
     wall_s = time.monotonic() - begin_s
     for group in groups:
-        runner.measure(group, evaluation=False)
+        runner.measure(group)
     # What was cut off ends a moment later.
     await asyncio.sleep(0.5)
     assert setting.tools is not None

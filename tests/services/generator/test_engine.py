@@ -345,7 +345,7 @@ async def load_path_proof(engine: "Engine", reference: Reference) -> Proof:
         engine_perturbed=engine_perturbed,
         trainer_true=reference.rows(rows),
         trainer_perturbed=reference.with_weights(perturbed).rows(rows),
-        dtype="float32",
+        dtypes={"float32"},
     )
 
 

@@ -103,7 +103,7 @@ async def test_conversations_that_fail_shrink_the_group(
     assert sorted(group.conversations) == [1, 3]
     assert group.failed == {"error": 1, "timeout": 1}
     assert sent(request_of(), group).failed == {"error": 1, "timeout": 1}
-    runner.measure(group, evaluation=False)
+    runner.measure(group)
     found = values(measured)
     assert found["rollout/failed_total"] == 2
     assert (found["rollout/failed/error"], found["rollout/failed/timeout"]) == (1, 1)
@@ -184,7 +184,7 @@ async def test_prefixes_recomputed_at_a_switch_are_counted(
         return generated([7, 8, 9], versions=(3, 4, 5) if call == 0 else (5,))
 
     runner, engine = runner_of(answer)
-    runner.measure(await runner.run(request_of(num=2)), evaluation=False)
+    runner.measure(await runner.run(request_of(num=2)))
     prompt_tokens = len(engine.calls[0]["prompt_ids"])
     found = values(measured)
     assert found["perf/weight_sync_reprefill_tokens"] == 2 * prompt_tokens + 3
@@ -210,7 +210,7 @@ async def test_all_that_was_generated_counts_and_only_what_is_whole_is_a_complet
     engine.tokens_cut_off = 5
     group = await runner.run(request_of(num=4))
     assert values(measured) == {"rollout/generated_tok_s": 16}
-    runner.measure(group, evaluation=False)
+    runner.measure(group)
     found = values(measured)
     assert found["rollout/generated_tok_s"] == 16
     assert found["completions/mean_length"] == (6, 2)
@@ -233,25 +233,10 @@ async def test_a_group_that_is_lost_has_generated_its_tokens_all_the_same(
 
 async def test_no_failure_is_a_count_of_0(runner_of: RunnerOf, measured: Recorder) -> None:
     runner, _ = runner_of()
-    runner.measure(await runner.run(request_of(num=2)), evaluation=False)
+    runner.measure(await runner.run(request_of(num=2)))
     found = values(measured)
     assert found["rollout/failed_total"] == 0
     assert not [key for key in found if key.startswith("rollout/failed/")]
-
-
-async def test_evaluation_has_keys_of_its_own(runner_of: RunnerOf, measured: Recorder) -> None:
-    async def answer(call: int) -> Generated:
-        if call == 1:
-            raise RuntimeError
-        return generated([7, 8, 9], versions=(1,), finish_reason="length")
-
-    runner, _ = runner_of(answer)
-    runner.measure(await runner.run(request_of(num=2), training=False), evaluation=True)
-    assert values(measured) == {
-        "eval/mean_length": (3, 1),
-        "eval/clipped_ratio": (1, 1),
-        "eval/failed_total": 1,
-    }
 
 
 SEED = 5197808796259262223

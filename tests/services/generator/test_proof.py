@@ -23,7 +23,7 @@ def prove_that(**changes: Any) -> Any:
         "engine_perturbed": MOVED,
         "trainer_true": TRUE,
         "trainer_perturbed": MOVED,
-        "dtype": "float32",
+        "dtypes": {"float32"},
     }
     return prove(**given_ | changes)
 
@@ -68,7 +68,7 @@ def test_the_limit_is_a_share_of_the_movement(size: float, share: float, dtype: 
         "engine_perturbed": moved * (1 + share),
         "trainer_true": true,
         "trainer_perturbed": moved,
-        "dtype": dtype,
+        "dtypes": {dtype, "float32"},
     }
     if share < PROOF_LIMIT[dtype]:
         assert prove(**arguments).movement == pytest.approx(size)

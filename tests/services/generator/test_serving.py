@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from structlog.testing import capture_logs
 
 from services.common.lifecycle import cancel
 from services.common.recorder import Recorder
@@ -41,6 +42,7 @@ class Replica:
     serving: Serving
     recorder: Recorder
     phases: list[str] = field(default_factory=list)
+    details: dict[str, str] = field(default_factory=dict)
     given_back: list[bool] = field(default_factory=list)
     """At each failure: whether the engine was paused."""
     follow: "asyncio.Task[None] | None" = None
@@ -61,7 +63,11 @@ class Replica:
 
 @asynccontextmanager
 async def replica_of(
-    folder: Path, *, engine: FakeEngine | None = None, max_staleness: int = 2
+    folder: Path,
+    *,
+    engine: FakeEngine | None = None,
+    max_staleness: int = 2,
+    dtype: str = "float32",
 ) -> AsyncIterator[Replica]:
     async with (
         trainer(folder, max_staleness=max_staleness) as made,
@@ -69,7 +75,9 @@ async def replica_of(
     ):
         chosen = engine or FakeEngine()
         measured = recorder()
-        replica = Replica(made, client, chosen, Serving(chosen, client, measured), measured)
+        details: dict[str, str] = {}
+        serving = Serving(chosen, client, measured, dtype=dtype, details=details)
+        replica = Replica(made, client, chosen, serving, measured, details=details)
         watch = asyncio.create_task(client.watch())
         try:
             yield replica
@@ -134,6 +142,26 @@ async def test_a_late_joiner_waits_for_the_perturbed_canary(tmp_path: Path) -> N
         await start
         assert replica.serving.version == 12
         assert [version for _, version in replica.engine.loads] == [0, 12]
+
+
+async def test_another_precision_than_the_trainers_is_said_once(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        async with replica_of(tmp_path, dtype="bfloat16") as replica:
+            await replica.trainer.publish(1)
+            await replica.start()
+            replica.go()
+            await replica.trainer.publish(2, provable=False)
+            await replica.serving.wait_proven(2)
+            assert replica.details == {"dtype_mismatch": "engine bfloat16, trainer float32"}
+    said = [log for log in logs if "DTYPE MISMATCH" in log["event"]]
+    assert [log["log_level"] for log in said] == ["warning"]
+
+    same = tmp_path / "same"
+    same.mkdir()
+    async with replica_of(same) as replica:
+        await replica.trainer.publish(1)
+        await replica.start()
+        assert replica.details == {}
 
 
 async def test_newer_versions_are_followed(tmp_path: Path) -> None:

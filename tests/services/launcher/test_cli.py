@@ -167,7 +167,16 @@ def test_a_service_runs_under_the_command_as_under_its_module(here: Path) -> Non
 
 def test_help_names_the_commands_and_an_example(here: Path) -> None:
     shown = headrace(here, "--help").stdout
-    for command in ("run", "check", "tiny-model", "generator", "scorer", "trainer", "aggregator"):
+    for command in (
+        "run",
+        "check",
+        "tiny-model",
+        "export",
+        "generator",
+        "scorer",
+        "trainer",
+        "aggregator",
+    ):
         assert f" {command} " in shown
     assert "headrace run recipes/arithmetic.toml" in headrace(here, "run", "--help").stdout
     assert headrace(here, "version").stdout == f"headrace {version('headrace')}\n"

@@ -25,7 +25,7 @@ def test_rewards_are_recorded_without_the_abstentions() -> None:
     first = Verdict(name="first", rewards=[1, None, 0, None])
     second = Verdict(name="second", rewards=[0.5, 0.5, None, None])
     group = judged(first, second, totals=[1.5, 0.5, 0, None])
-    scoring.record(group, measured, evaluation=False)
+    scoring.record(group, measured)
     seen = values(measured)
     assert seen["reward"] == (3, 2.0)
     assert seen["reward_std"] == pytest.approx((1, 0.62361), abs=1e-5)
@@ -38,33 +38,24 @@ def test_rewards_are_recorded_without_the_abstentions() -> None:
 def test_groups_without_signal_are_a_ratio_over_groups() -> None:
     measured = recorder()
     for totals in ([1.0, 1.0], [1.0, 0.0], [0.0, 0.0]):
-        scoring.record(judged(totals=list(totals)), measured, evaluation=False)
+        scoring.record(judged(totals=list(totals)), measured)
     assert values(measured)["reward/zero_std_frac"] == (2, 3)
 
 
 def test_nothing_scored_is_no_value() -> None:
     measured = recorder()
     nobody = judged(Verdict(name="f", rewards=[None, None]), totals=[None, None])
-    scoring.record(nobody, measured, evaluation=False)
+    scoring.record(nobody, measured)
     assert values(measured) == {"reward/unscored_total": 2}
-
-
-def test_evaluation_has_its_own_keys() -> None:
-    measured = recorder()
-    one = judged(Verdict(name="f", rewards=[1]), totals=[1])
-    scoring.record(one, measured, evaluation=True)
-    assert set(values(measured)) == {"eval/reward", "eval/rewards/f"}
 
 
 def test_what_functions_say_beside_rewards_is_custom() -> None:
     said = (("chars", 3.0), ("chars", 5.0), ("deep/x", 1.0))
     verdict = Verdict(name="f", rewards=[1, 0], logged=said)
-    for evaluation in (False, True):
-        measured = recorder()
-        scoring.record(judged(verdict, totals=[1, 0]), measured, evaluation=evaluation)
-        custom = {key: value for key, value in values(measured).items() if "custom/" in key}
-        expected = {"custom/chars": (2, 8.0), "custom/deep/x": (1, 1.0)}
-        assert custom == ({} if evaluation else expected)
+    measured = recorder()
+    scoring.record(judged(verdict, totals=[1, 0]), measured)
+    custom = {key: value for key, value in values(measured).items() if "custom/" in key}
+    assert custom == {"custom/chars": (2, 8.0), "custom/deep/x": (1, 1.0)}
 
 
 def test_each_function_s_time_is_its_own() -> None:

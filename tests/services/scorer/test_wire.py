@@ -229,6 +229,17 @@ def test_a_conversation_without_sequences_is_in_the_baseline() -> None:
     assert [sample.rollout_id for sample in scored.samples] == ["0.0.1.0/0", "0.0.1.0/1"]
 
 
+def test_what_a_conversation_generated_is_passed_on() -> None:
+    group = group_of("a", "b", "c")
+    for rollout, finishes in zip(group.rollouts, (["stop"], ["stop", "length"], []), strict=True):
+        del rollout.turns[:]
+        for finish in finishes:
+            rollout.turns.add(num_generated_tokens=5, finish_reason=finish)
+    scored = wire.write_scored(group, judgement([1, 1, 0]), scorer="scorer-0")
+    found = [(each.num_generated_tokens, each.clipped) for each in scored.rollouts]
+    assert found == [(5, False), (10, True), (0, False)]
+
+
 def test_identity_and_versions_are_passed_on() -> None:
     scored = written(lambda group: None)
     assert (scored.group_id, scored.row_index) == ("0.0.1.0", 17)

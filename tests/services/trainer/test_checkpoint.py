@@ -9,11 +9,22 @@ from services.common.errors import Fenced, UserError
 from services.trainer.attempts import Attempts
 from services.trainer.checkpoint import CheckpointFailed, Checkpoints
 from services.trainer.journal import Journal, Record, records_since
+from services.trainer.rank_files import RankFiles
+from services.trainer.ranks import Group
+from services.trainer.tensor_files import Part, read_whole, shapes
 from tests.services.trainer.full_disk import no_file_above
 
 
-def tensors(value: float) -> dict[str, torch.Tensor]:
-    return {"master.a": torch.full((30, 40), value), "random.cpu": torch.arange(9).byte()}
+def tensors(value: float) -> RankFiles:
+    return RankFiles(Group(), {name: Part(tensor) for name, tensor in plain(value).items()})
+
+
+def plain(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "master.a": torch.full((30, 40), value),
+        "random.cpu.0": torch.arange(9).byte(),
+        "num_applied": torch.tensor(7),
+    }
 
 
 def names(checkpoints: Checkpoints) -> list[str]:
@@ -33,9 +44,9 @@ def test_the_newest_is_read_as_it_was_written(three: Checkpoints) -> None:
     found = three.newest()
     assert found is not None
     assert (found.moment, found.step, found.state["step"]) == ((1, 150), 150, 150)
-    assert found.tensors.keys() == tensors(0).keys()
-    for name, tensor in tensors(150).items():
-        assert torch.equal(found.tensors[name], tensor)
+    assert shapes(found.folder).keys() == plain(0).keys()
+    read = read_whole(found.folder, plain(0))
+    assert all(torch.equal(read[name], tensor) for name, tensor in plain(150).items())
 
 
 def test_there_is_none_before_the_first(tmp_path: Path) -> None:
@@ -61,14 +72,14 @@ def test_the_last_few_are_kept_and_the_journal_behind_them(three: Checkpoints) -
 
 
 def truncated(path: Path) -> None:
-    data = (path / "tensors.safetensors").read_bytes()
-    (path / "tensors.safetensors").write_bytes(data[:-100])
+    data = (path / "rank-00000.safetensors").read_bytes()
+    (path / "rank-00000.safetensors").write_bytes(data[:-100])
 
 
 def flipped(path: Path) -> None:
-    data = bytearray((path / "tensors.safetensors").read_bytes())
+    data = bytearray((path / "rank-00000.safetensors").read_bytes())
     data[-50] ^= 1
-    (path / "tensors.safetensors").write_bytes(data)
+    (path / "rank-00000.safetensors").write_bytes(data)
 
 
 def half_a_state(path: Path) -> None:
@@ -77,7 +88,7 @@ def half_a_state(path: Path) -> None:
 
 
 def without_tensors(path: Path) -> None:
-    (path / "tensors.safetensors").unlink()
+    (path / "rank-00000.safetensors").unlink()
 
 
 @pytest.mark.parametrize("damage", [truncated, flipped, half_a_state, without_tensors])
@@ -92,10 +103,10 @@ def test_a_broken_one_is_passed_over_loudly_and_never_taken_again(
     assert names(three) == ["1-100", "1-50", "broken-1-150"]
 
 
-def test_one_of_a_newer_version_is_not_broken(three: Checkpoints) -> None:
+def test_one_of_another_version_is_not_broken(three: Checkpoints) -> None:
     state = json.loads((three.folder / "1-150" / "state.json").read_text())
-    (three.folder / "1-150" / "state.json").write_text(json.dumps(state | {"format": 2}))
-    with pytest.raises(UserError, match=r"1-150 has format 2, and this version reads 1"):
+    (three.folder / "1-150" / "state.json").write_text(json.dumps(state | {"format": 3}))
+    with pytest.raises(UserError, match=r"1-150 has format 3, and this version reads 2"):
         three.newest()
     assert "1-150" in names(three)
 
@@ -103,7 +114,7 @@ def test_one_of_a_newer_version_is_not_broken(three: Checkpoints) -> None:
 def test_what_a_killed_trainer_left_half_written_is_nothing(three: Checkpoints) -> None:
     half = three.folder / ".writing-1-200"
     half.mkdir()
-    (half / "tensors.safetensors").write_bytes(b"half")
+    (half / "rank-00000.safetensors").write_bytes(b"half")
     found = three.newest()
     assert found is not None
     assert found.step == 150

@@ -113,6 +113,19 @@ def test_zero_signal_is_passed_on() -> None:
     assert admitted(group, policy()).zero_signal
 
 
+def test_forks_know_the_tokens_of_their_whole_conversation() -> None:
+    """Forks of 3 and 5 trained tokens, one without any, and a conversation of 4."""
+    nothing = make_sequence([1, 2, 3], num_prompt=3, spans=[])
+    sequences = [sequence(num_tokens=5), sequence(num_tokens=7), nothing, sequence(num_tokens=6)]
+    group = make_scored("0.0.1.0", *sequences, oldest=5)
+    for fork in group.samples[:3]:
+        fork.rollout_id = "0.0.1.0/0"
+    samples = admitted(group, policy()).samples
+    assert [s.num_trained for s in samples] == [3, 5, 4]
+    assert [s.conversation_tokens for s in samples] == [8, 8, None]
+    assert [s.token_weight for s in samples] == [1 / 8, 1 / 8, 1 / 4]
+
+
 def test_sequences_without_a_trained_token_are_left_out() -> None:
     nothing = make_sequence([1, 2, 3], num_prompt=3, spans=[])
     group = make_scored("0.0.1.0", nothing, sequence(), nothing, oldest=5)

@@ -73,13 +73,20 @@ class OtherHalf(River):
             await asyncio.sleep(0.05)
 
 
-def write_recipe(folder: Path, model: Path, url: str, *, trainer: int, aggregator: int) -> Recipe:
+def write_recipe(
+    folder: Path, model: Path, url: str, *, trainer: int, aggregator: int, ranks: int = 1
+) -> Recipe:
     recipe = recipe_of(
         folder,
         model,
         url,
         data={"epochs": EPOCHS, "file": str(folder / "rows.jsonl")},
-        trainer={"max_steps": None, "max_staleness": 1, "exit_when_done": True},
+        trainer={
+            "max_steps": None,
+            "max_staleness": 1,
+            "exit_when_done": True,
+            "ranks": ranks,
+        },
         checkpoint={"every_steps": 4, "keep": 2},
         queue={"max_stale_tries": 1000},
     )

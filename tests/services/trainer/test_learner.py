@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common import canary
@@ -15,6 +15,7 @@ from services.trainer.learner import Learner
 from services.trainer.types import Row
 from tests.services.trainer.folders import make_folder
 from tests.services.trainer.numerics import make_sample
+from tests.services.trainer.ranked import kept, state_in
 
 ROWS = canary.rows(50)[:8]
 
@@ -48,7 +49,7 @@ def train(learner: Learner) -> None:
 
 
 def state(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner._model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in learner._own._model.state_dict().items()}
 
 
 def is_tied(folder: Path) -> bool:
@@ -61,7 +62,8 @@ def test_written_weights_are_the_present_ones_and_no_tensor_is_there_twice(
     learner = Learner(recipe(folder))
     train(learner)
     path = tmp_path / "next.safetensors"
-    num_tensors = learner.write_weights(path)
+    num_tensors, seconds = learner.write_weights(path)
+    assert seconds >= 0
     written = load_file(path)
     assert len(written) == num_tensors
     assert ("lm_head.weight" in written) == (not is_tied(folder))
@@ -163,7 +165,9 @@ def test_a_gpu_that_is_not_there_is_said_and_not_replaced(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_restored_learner_goes_on_as_if_it_had_never_ended(folder: Path, dtype: str) -> None:
+def test_a_restored_learner_goes_on_as_if_it_had_never_ended(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
     """To the bit: weights, moments, the warm-up's count, and what torch draws next."""
     settings = recipe(folder)
     settings = settings.model_copy(
@@ -175,7 +179,7 @@ def test_a_restored_learner_goes_on_as_if_it_had_never_ended(folder: Path, dtype
     learner = Learner(settings)
     for _ in range(2):
         train(learner)
-    saved = load(save(learner.snapshot()))
+    saved = kept(learner, tmp_path / "saved")
     drawn = torch.rand(3)
     train(learner)
     torch.rand(5)
@@ -185,26 +189,55 @@ def test_a_restored_learner_goes_on_as_if_it_had_never_ended(folder: Path, dtype
     assert again.num_applied == 2
     assert torch.equal(torch.rand(3), drawn)
     train(again)
-    first, second = learner.snapshot(), again.snapshot()
+    first = state_in(kept(learner, tmp_path / "first"))
+    second = state_in(kept(again, tmp_path / "second"))
     assert first.keys() == second.keys()
-    for name in first.keys() - {"random.cpu"}:
-        assert torch.equal(first[name], second[name]), name
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
     now = state(learner)
     assert all(torch.equal(tensor, now[name]) for name, tensor in state(again).items())
 
 
-def test_a_snapshot_is_a_copy(folder: Path) -> None:
+def test_a_snapshot_is_a_copy(folder: Path, tmp_path: Path) -> None:
     learner = Learner(recipe(folder))
     train(learner)
+    before = state_in(kept(learner, tmp_path / "before"))
     saved = learner.snapshot()
-    before = {name: tensor.clone() for name, tensor in saved.items()}
     train(learner)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in saved.items())
+    (tmp_path / "saved").mkdir()
+    saved.write(tmp_path / "saved")
+    after = state_in(tmp_path / "saved")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-def test_a_checkpoint_of_another_model_is_the_users_mistake(folder: Path) -> None:
-    learner = Learner(recipe(folder))
-    saved = learner.snapshot()
-    saved["master.another.weight"] = torch.zeros(2)
-    with pytest.raises(UserError, match=r"does not fit model\.path .*another\.weight"):
-        learner.restore(saved)
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"num_hidden_layers": 3}, r"layers\.2\..*on one side"), ({"intermediate_size": 56}, "shape")],
+)
+def test_a_checkpoint_of_another_model_is_the_users_mistake(
+    folder: Path, tmp_path: Path, changes: dict[str, int], why: str
+) -> None:
+    tied = is_tied(folder)
+    other = Learner(recipe(make_folder(tmp_path / "m", tie_word_embeddings=tied, **changes)))
+    saved = kept(other, tmp_path / "saved")
+    with pytest.raises(UserError, match=rf"does not fit model\.path .*{why}"):
+        Learner(recipe(folder)).restore(saved)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_gradient_checkpointing_computes_layers_again_and_changes_nothing(
+    folder: Path, recomputes: bool
+) -> None:
+    learner = Learner(recipe(folder, gradient_checkpointing=recomputes))
+    counted = 0
+
+    def count(*_: Any) -> None:
+        nonlocal counted
+        counted += 1
+
+    learner._own._model.model.layers[0].mlp.register_forward_pre_hook(count)
+    learner.accumulate([Row([make_sample([1, 2, 3, 4], num_prompt=2)])])
+    assert counted == (2 if recomputes else 1)
+    plain = Learner(recipe(folder))
+    plain.accumulate([Row([make_sample([1, 2, 3, 4], num_prompt=2)])])
+    assert learner.finish().grad_norm == pytest.approx(plain.finish().grad_norm, rel=1e-6)

@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ from services.trainer.measure import (
     StepTimes,
     Totals,
     drop_reasons,
+    imbalance,
     record_drop,
     record_dropped_samples,
     record_queue,
     record_step,
 )
 from services.trainer.packing import pack
-from services.trainer.planner import plan
+from services.trainer.planner import Plan, PlannedRow, plan
 from services.trainer.run_queue import GAUGED, Fill
 from services.trainer.step import OptimizerStep, StepResult
 from services.trainer.types import TrainSample
@@ -93,10 +95,11 @@ TIMES = StepTimes(
 )
 
 
-def record(*samples: TrainSample, times: StepTimes, step: int = 3) -> Recorder:
+def record(
+    *samples: TrainSample, times: StepTimes, step: int = 3, peak_flops: float | None = 1e9
+) -> Recorder:
     kept = recorder()
     result, rows = a_step(*samples)
-    chosen = [[samples[index] for index in row.samples] for row in rows.rows]
     groups = groups_of(*samples, staleness=2) if samples else []
     record_step(
         kept,
@@ -104,9 +107,10 @@ def record(*samples: TrainSample, times: StepTimes, step: int = 3) -> Recorder:
         step=step,
         result=result,
         plan=rows,
-        rows=chosen,
+        samples=samples,
         groups=groups,
         times=times,
+        peak_flops=peak_flops,
     )
     return kept
 
@@ -138,7 +142,7 @@ def test_every_key_is_declared_in_the_catalogue() -> None:
         record_drop(kept, reason, SAMPLES, given_up=False)
     record_drop(kept, "stale", (), given_up=True)
     fill = Fill(waiting=3, held=2, oldest_wait_s=0.5)
-    record_queue(kept, RECIPE, dict.fromkeys(GAUGED, fill), outstanding=4)
+    record_queue(kept, RECIPE, dict.fromkeys(GAUGED, fill), outstanding=4, bound=4)
     keys = check_declared(kept)
     assert {"loss", "entropy", "kl/3+", "policy/logprob_gap_max/0", "group/given_up_total"} <= keys
     assert {"queue/fill_frac/samples", "pace/outstanding_frac", "group/dropped/lost"} <= keys
@@ -176,8 +180,92 @@ def test_values_of_a_step() -> None:
     assert ratio("perf/trained_tok_s_wall_clock") == 6 / 6.0
     assert ratio("perf/forwarded_tok_s_fwd_bwd") == 5 / 4.0
     assert ratio("policy/signal_token_frac") == 1
+    assert ratio("perf/mfu_fwd_bwd") == pytest.approx(1.5 * ratio("perf/mfu_wall_clock"))
+    assert 0 < ratio("perf/mfu_fwd_bwd") < 1e-3  # a model of some thousand numbers at 1 GFLOP/s
+    assert mean("batch/row_imbalance") == 1
     tokens = {key: p.under.value for key, p in found.items() if isinstance(p, Ratio)}
     assert [tokens.get(f"kl/{lag}") for lag in ("0", "1", "2", "3+")] == [2, 3, None, 1]
+
+
+def test_there_is_no_utilisation_of_a_device_whose_peak_is_not_known() -> None:
+    found = recorded(record(*SAMPLES, times=TIMES, peak_flops=None), step=3)
+    assert not [key for key in found if key.startswith("perf/mfu")]
+
+
+def test_echoes_are_rows_of_a_micro_batch_and_nothing_else() -> None:
+    """Two samples on three ranks: the third rank forwards one of them again."""
+    rows = [
+        PlannedRow([0], tokens=3),
+        PlannedRow([1], tokens=4),
+        PlannedRow([1], tokens=4, echo=True),
+    ]
+    result, _ = a_step(*SAMPLES[:2], one_by_one=True)
+    kept = recorder()
+    record_step(
+        kept,
+        RECIPE,
+        step=3,
+        result=result,
+        plan=Plan([rows], oversize=[], unique_tokens=5),
+        samples=SAMPLES[:2],
+        groups=groups_of(*SAMPLES[:2]),
+        times=TIMES,
+        peak_flops=None,
+    )
+    found = recorded(kept, step=3)
+    values: dict[str, Any] = {}
+    for key, partial in found.items():
+        if isinstance(partial, Observation):
+            values[key] = (partial.n, partial.total.value)
+        elif isinstance(partial, Ratio):
+            values[key] = (partial.over.value, partial.under.value)
+    assert values["batch/samples_per_row"] == (2, 2)
+    assert values["batch/row_tokens_mean"] == (2, 7)
+    assert values["sample/forwarded_tokens_mean"] == (2, 9)
+    assert values["batch/microbatches_per_step"] == (1, 1)
+    assert values["batch/samples_per_step"] == (1, 2)
+    assert values["batch/duplication"] == (7, 5)
+    # Room that the ranks had, used by samples or not.
+    assert values["batch/row_fill_frac"] == (7, 3 * 600)
+    # 3 x 3, 4 x 4 and again 4 x 4 squared tokens: the ranks waited for 16.
+    assert values["batch/row_imbalance"] == (1, pytest.approx(16 / (41 / 3)))
+
+
+def test_imbalance_is_the_largest_load_over_the_mean() -> None:
+    assert imbalance([4, 4, 10]) == pytest.approx(10 / 6)
+    assert imbalance([7]) == imbalance([5, 5]) == 1
+    assert imbalance([0, 0]) == 1  # samples without context
+
+
+def test_what_a_reference_and_routers_say_is_recorded_where_there_are_any() -> None:
+    result, rows = a_step(*SAMPLES)
+    seen = replace(
+        result.statistics,
+        kl_ref_tokens=6,
+        kl_ref_sum=1.5,
+        aux_loss_sum=0.5,
+        aux_loss_weight=2.0,
+    )
+    assert not {"kl_ref", "aux_loss"} & set(recorded(record(*SAMPLES, times=TIMES), step=3))
+    kept = recorder()
+    record_step(
+        kept,
+        RECIPE,
+        step=3,
+        result=replace(result, statistics=seen),
+        plan=rows,
+        samples=SAMPLES,
+        groups=groups_of(*SAMPLES),
+        times=TIMES,
+        peak_flops=None,
+    )
+    check_declared(kept)
+    found = recorded(kept, step=3)
+    kl_ref, aux_loss = found["kl_ref"], found["aux_loss"]
+    assert isinstance(kl_ref, Ratio)
+    assert isinstance(aux_loss, Observation)
+    assert (kl_ref.numerator, kl_ref.denominator) == (1.5, 6)
+    assert (aux_loss.n, aux_loss.total.value) == (1, 0.25)
 
 
 def test_token_weighted_metrics_are_pooled_over_micro_batches() -> None:
@@ -207,11 +295,11 @@ def test_the_gap_of_a_run_is_over_tokens_of_lag_0() -> None:
     totals = Totals()
     far_off = make_sample([1, 2, 3, 4], num_prompt=2, lag=1, old_logprob=-40.0)
     result, _ = a_step(far_off)
-    totals.add(result, StepTimes(), groups_of(far_off, staleness=1), 1)
+    totals.add(result, StepTimes(), groups_of(far_off, staleness=1))
     assert totals.max_logprob_gap is None
     near = make_sample([1, 2, 3, 4], num_prompt=2, old_logprob=-3.0)
     result, _ = a_step(near, far_off)
-    totals.add(result, StepTimes(), groups_of(near, far_off, staleness=3), 2)
+    totals.add(result, StepTimes(), groups_of(near, far_off, staleness=3))
     assert totals.gap_tokens == 2
     assert totals.max_logprob_gap == result.statistics.lags[0].gap_max
     assert totals.max_logprob_gap < result.statistics.lags[1].gap_max
@@ -223,7 +311,7 @@ def test_a_summary_leaves_the_first_step_out_of_times_and_not_out_of_counts() ->
     result, _ = a_step(*SAMPLES)
     for seconds in (None, 2.0, 4.0, 9.0):
         totals.steps += 1
-        totals.add(result, StepTimes(fwd_bwd_s=1.0, step_s=seconds), groups_of(*SAMPLES), 3)
+        totals.add(result, StepTimes(fwd_bwd_s=1.0, step_s=seconds), groups_of(*SAMPLES))
     found = totals.summary()
     assert (found["steps"], found["trained_samples"], found["step_s_median"]) == (4, 12, 4.0)
     assert found["samples_per_s"] == pytest.approx(9 / 15)
@@ -278,7 +366,7 @@ def test_the_queue_s_fill_is_said_of_each_stream() -> None:
         "groups": Fill(waiting=16, held=0, oldest_wait_s=3.0),
         "samples": Fill(waiting=4, held=0, oldest_wait_s=0.0),
     }
-    record_queue(kept, RECIPE, fills, outstanding=3)
+    record_queue(kept, RECIPE, fills, outstanding=3, bound=4)
     found = recorded(kept)
     ratios = {key: p.over.value / p.under.value for key, p in found.items() if isinstance(p, Ratio)}
     assert ratios == {

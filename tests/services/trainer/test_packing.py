@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -5,16 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from services.common.errors import UserError
 from services.trainer import attention_plan
-from services.trainer.attention import IMPLEMENTATION
 from services.trainer.compatibility import prepare_model
 from services.trainer.logprobs import row_logprobs
 from services.trainer.packing import pack
 from services.trainer.types import TrainSample
-from tests.services.trainer.numerics import VOCABULARY, make_groups, make_model, make_sample
+from tests.services.trainer.numerics import make_groups, make_model, make_sample
 
 
 @pytest.fixture(scope="module")
@@ -157,47 +155,16 @@ def test_samples_are_checked() -> None:
     good = make_sample([1, 2, 3], num_prompt=1)
     with pytest.raises(ValueError, match="g/0: lags has shape"):
         TrainSample(**(vars(good) | {"lags": np.zeros(2, np.int16)}))
+    with pytest.raises(ValueError, match="2 tokens are trained, its whole conversation has 1"):
+        replace(good, conversation_tokens=1)
 
 
-def test_models_of_other_kinds_pass_the_proof() -> None:
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            tie_word_embeddings=True,
-            initializer_range=0.3,
-        )
-    )
-    gpt2 = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=16,
-            n_layer=1,
-            n_head=2,
-            bos_token_id=0,
-            eos_token_id=1,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            initializer_range=0.3,
-        )
-    )
-    for model in (llama, gpt2):
-        prepare_model(model)
-        assert model.config._attn_implementation == IMPLEMENTATION
-
-
-def test_models_that_cannot_be_packed_are_refused() -> None:
-    sliding = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(UserError, match="sliding_attention"):
-        prepare_model(sliding)
-    with pytest.raises(UserError, match=r"dropout \(attention_dropout = 0.1\)"):
-        prepare_model(make_model(attention_dropout=0.1))
-    scaled = make_model()
-    head = scaled.get_output_embeddings()
-    head.register_forward_hook(lambda module, inputs, output: output * 2)
-    with pytest.raises(UserError, match="other log-probabilities on packed rows"):
-        prepare_model(scaled)
+def test_terms_are_weighed_by_their_conversation() -> None:
+    alone = make_sample([1, 2, 3, 4], num_prompt=2)
+    forks = [
+        replace(make_sample([5, 6, 7], num_prompt=2), conversation_tokens=4),
+        replace(make_sample([5, 6, 8, 9, 1], num_prompt=2), conversation_tokens=4),
+    ]
+    row = pack([alone, *forks])
+    assert row.terms.weights.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
+    assert row.terms.weights.dtype == torch.float32

@@ -17,6 +17,7 @@ from services.common.errors import UserError
 from services.common.partials import Observation
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.run_queue import RunQueue
+from services.trainer.tensor_files import read_weights
 from tests.services.trainer.folders import make_folder
 from tests.services.trainer.full_disk import no_file_above
 from tests.services.trainer.river import River, flowing, recipe_of
@@ -172,9 +173,9 @@ async def test_a_complete_run_started_again_does_nothing(
         assert await river.client.raw.hget(river.client.keys.clock, "attempt") == b"1"
     assert (weights.read_bytes(), weights.stat().st_mtime_ns) == (before, written_ns)
     assert (recipe.run_folder / "checkpoints" / "attempts" / "2").exists() is False
-    saved = newest(recipe).tensors
+    saved = read_weights(newest(recipe).folder)
     for name, tensor in load_file(weights).items():
-        assert torch.equal(tensor, saved[f"master.{name}"])
+        assert torch.equal(tensor, saved[name])
     trained = [event.step for event in said if event.state == wire.GROUP_STATE_TRAINED]
     assert trained == sorted([1, 2, 3, 4, 5] * 2)
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import rollout_pb2 as headrace_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/sample.proto\x12\x0bheadrace.v1\x1a\x19headrace/v1/rollout.proto\">\n\x0e\x46unctionReward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_reward\"\xb2\x01\n\rScoredRollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12.\n\tfunctions\x18\x03 \x03(\x0b\x32\x1b.headrace.v1.FunctionReward\x12\x11\n\tadvantage\x18\x04 \x01(\x01\x12*\n\nend_reason\x18\x05 \x01(\x0e\x32\x16.headrace.v1.EndReasonB\t\n\x07_reward\"g\n\x06Sample\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\'\n\x08sequence\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Sequence\x12\x11\n\tadvantage\x18\x04 \x01(\x01\"\x82\x02\n\x0bScoredGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\trow_index\x18\x02 \x01(\x04\x12,\n\x08rollouts\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.ScoredRollout\x12$\n\x07samples\x18\x04 \x03(\x0b\x32\x13.headrace.v1.Sample\x12\x16\n\x0eoldest_version\x18\x05 \x01(\x04\x12\x16\n\x0enewest_version\x18\x06 \x01(\x04\x12\x13\n\x0bzero_signal\x18\x07 \x01(\x08\x12\x12\n\nevaluation\x18\x08 \x01(\x08\x12\x11\n\tgenerator\x18\t \x01(\t\x12\x0e\n\x06scorer\x18\n \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/sample.proto\x12\x0bheadrace.v1\x1a\x19headrace/v1/rollout.proto\">\n\x0e\x46unctionReward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_reward\"\xe1\x01\n\rScoredRollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12.\n\tfunctions\x18\x03 \x03(\x0b\x32\x1b.headrace.v1.FunctionReward\x12\x11\n\tadvantage\x18\x04 \x01(\x01\x12*\n\nend_reason\x18\x05 \x01(\x0e\x32\x16.headrace.v1.EndReason\x12\x1c\n\x14num_generated_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x63lipped\x18\x07 \x01(\x08\x42\t\n\x07_reward\"g\n\x06Sample\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\'\n\x08sequence\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Sequence\x12\x11\n\tadvantage\x18\x04 \x01(\x01\"\x82\x02\n\x0bScoredGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\trow_index\x18\x02 \x01(\x04\x12,\n\x08rollouts\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.ScoredRollout\x12$\n\x07samples\x18\x04 \x03(\x0b\x32\x13.headrace.v1.Sample\x12\x16\n\x0eoldest_version\x18\x05 \x01(\x04\x12\x16\n\x0enewest_version\x18\x06 \x01(\x04\x12\x13\n\x0bzero_signal\x18\x07 \x01(\x08\x12\x12\n\nevaluation\x18\x08 \x01(\x08\x12\x11\n\tgenerator\x18\t \x01(\t\x12\x0e\n\x06scorer\x18\n \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FUNCTIONREWARD']._serialized_start=68
   _globals['_FUNCTIONREWARD']._serialized_end=130
   _globals['_SCOREDROLLOUT']._serialized_start=133
-  _globals['_SCOREDROLLOUT']._serialized_end=311
-  _globals['_SAMPLE']._serialized_start=313
-  _globals['_SAMPLE']._serialized_end=416
-  _globals['_SCOREDGROUP']._serialized_start=419
-  _globals['_SCOREDGROUP']._serialized_end=677
+  _globals['_SCOREDROLLOUT']._serialized_end=358
+  _globals['_SAMPLE']._serialized_start=360
+  _globals['_SAMPLE']._serialized_end=463
+  _globals['_SCOREDGROUP']._serialized_start=466
+  _globals['_SCOREDGROUP']._serialized_end=724
 # @@protoc_insertion_point(module_scope)

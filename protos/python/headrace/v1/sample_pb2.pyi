@@ -58,6 +58,8 @@ class ScoredRollout(_message.Message):
     FUNCTIONS_FIELD_NUMBER: _builtins.int
     ADVANTAGE_FIELD_NUMBER: _builtins.int
     END_REASON_FIELD_NUMBER: _builtins.int
+    NUM_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    CLIPPED_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """`group_id/generation`."""
     reward: _builtins.float
@@ -66,6 +68,10 @@ class ScoredRollout(_message.Message):
     """Group-relative advantage; 0 for an unscored conversation."""
     end_reason: _rollout_pb2.EndReason.ValueType
     """Why the conversation ended."""
+    num_generated_tokens: _builtins.int
+    """Tokens that the engine sampled for it, over all turns."""
+    clipped: _builtins.bool
+    """True when its last turn ended by length, on none of the model's end tokens."""
     @_builtins.property
     def functions(self) -> _containers.RepeatedCompositeFieldContainer[Global___FunctionReward]:
         """By function."""
@@ -78,10 +84,12 @@ class ScoredRollout(_message.Message):
         functions: _abc.Iterable[Global___FunctionReward] | None = ...,
         advantage: _builtins.float = ...,
         end_reason: _rollout_pb2.EndReason.ValueType = ...,
+        num_generated_tokens: _builtins.int = ...,
+        clipped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "advantage", b"advantage", "end_reason", b"end_reason", "functions", b"functions", "reward", b"reward", "rollout_id", b"rollout_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "advantage", b"advantage", "clipped", b"clipped", "end_reason", b"end_reason", "functions", b"functions", "num_generated_tokens", b"num_generated_tokens", "reward", b"reward", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

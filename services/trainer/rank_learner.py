@@ -1,0 +1,262 @@
+"""What one rank does of all that is torch: the model, its optimizer step, its weights as whole
+tensors, its canary, its part of a checkpoint.
+
+With several ranks all of them make the same calls in the same order; each is a collective. A rank
+that is alone waits for nobody.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from services.common import canary
+from services.common.config import Recipe
+from services.common.errors import UserError
+from services.trainer import tensor_files
+from services.trainer.device import choose_device
+from services.trainer.flops import peak_flops
+from services.trainer.load import Load
+from services.trainer.packing import pack
+from services.trainer.ranks import Group, Place
+from services.trainer.reference import Reference, load_reference
+from services.trainer.sharding import as_sharded, local_rows, unique_tensors, whole
+from services.trainer.step import MOMENTS, OptimizerStep, StepResult
+from services.trainer.stored_dtype import say_dtype
+from services.trainer.tensor_files import Part
+from services.trainer.types import Row
+
+SHARDED = ("master", *MOMENTS)
+"""Kinds of a checkpoint's tensors of which each rank holds some rows; of others rank 0 has all."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The weights as they are published."""
+
+    tensors: dict[str, torch.Tensor]
+    """On rank 0, on the CPU, what is tied once; empty on the others."""
+    seconds: float
+    """That all ranks took to gather them."""
+
+
+class RankLearner:
+    """The part of the policy being trained that one rank has. Raises UserError for a model or
+    device that cannot be used."""
+
+    def __init__(self, recipe: Recipe, place: Place | None = None) -> None:
+        torch.manual_seed(recipe.trainer.seed)
+        rank, size = (0, 1) if place is None else (place.rank, place.size)
+        self.folder = Path(recipe.model.path)
+        if not (self.folder / "config.json").is_file():
+            raise UserError(
+                f"model.path: {recipe.model.path} is no model folder (it has no config.json); "
+                "`headrace tiny-model DIR` makes a small one"
+            )
+        self.device = choose_device(recipe.trainer.device, rank=rank, size=size)
+        if size > 1:  # the ranks share the cores
+            torch.set_num_threads(max(1, torch.get_num_threads() // size))
+        self._dtype = getattr(torch, recipe.model.dtype)
+        self._model = _load(self.folder, self._dtype).to(self.device)
+        if rank == 0:
+            say_dtype(self.folder, recipe.model.dtype)
+        if recipe.trainer.gradient_checkpointing:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.vocab_size = int(self._model.config.get_text_config().vocab_size)
+        reference = load_reference(recipe, self.device, self._dtype)
+        temperature = recipe.generation.temperature
+        self.group = Group.join(place, self.device)
+        self._step = OptimizerStep(
+            self._model,
+            optimizer=recipe.optimizer,
+            loss=recipe.loss,
+            temperature=temperature,
+            max_completion_tokens=recipe.generation.max_completion_tokens,
+            reference=None if reference is None else Reference(reference, temperature=temperature),
+            group=self.group,
+        )
+
+    @property
+    def load(self) -> Load:
+        """What rows cost, in FLOPs of the forward."""
+        flops = self._step.flops
+        return Load(
+            per_token=flops.per_token,
+            per_pair=sum(flops.per_pair.values()),
+            per_trained=flops.per_logits,
+        )
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s that this rank's device can do at most; None where that is not known."""
+        return peak_flops(self.device, self._dtype)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows forward shared prefixes once."""
+        return self._step.shares_prefixes
+
+    @property
+    def rows(self) -> str:
+        """How rows are forwarded, and why not faster, for people."""
+        return str(self._step.forward.way)
+
+    @property
+    def num_applied(self) -> int:
+        """Optimizer steps applied, over all attempts."""
+        return self._step.num_applied
+
+    def accumulate(self, row: Row) -> None:
+        """Forward and backward of this rank's row of a micro-batch."""
+        packed = pack(row.samples, share_prefixes=self._step.shares_prefixes)
+        self._step.accumulate(packed, echo=row.echo)
+
+    def finish(self) -> StepResult:
+        """The optimizer's part of the step; the same result on every rank, but for its times."""
+        return self._step.finish()
+
+    def abandon(self) -> None:
+        """Forget what was accumulated for a step that will not be finished."""
+        self._step.abandon()
+
+    # -- weights
+
+    def gather(self) -> Gathered:
+        """The whole weights, tensor by tensor: beside what rank 0 collects there is never more than
+        one of them in memory."""
+        begin_s = time.perf_counter()
+        tensors = {}
+        for name, tensor in unique_tensors(self._model):
+            found = whole(tensor, self._published_dtype(tensor))
+            if self.group.rank == 0:
+                tensors[name] = found.to("cpu").contiguous()
+        return Gathered(tensors, time.perf_counter() - begin_s)
+
+    def canary_logprobs(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """What a generator with these weights must compute for the canary rows."""
+        return self._step.forward.sequence_logprobs(rows)
+
+    @torch.no_grad()
+    def perturbed_logprobs(
+        self, path: Path, rows: "np.ndarray[Any, Any]"
+    ) -> "np.ndarray[Any, Any]":
+        """The canary under the perturbed weights of a published file; the model is as before
+        afterwards."""
+        published = load_file(path)
+        tensors = {name: _local(tensor) for name, tensor in unique_tensors(self._model)}
+        backup = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+        try:
+            for name, tensor in tensors.items():
+                value = published[name]
+                factor = torch.from_numpy(canary.factors(name, tuple(value.shape)))
+                perturbed = (value.float() * factor).to(value.dtype)
+                tensor.copy_(self._own_rows(perturbed, tensor))
+            self._step.weights.changed()
+            return self._step.forward.sequence_logprobs(rows)
+        finally:
+            for name, tensor in tensors.items():
+                tensor.copy_(backup[name])
+            self._step.weights.changed()
+
+    # -- checkpoints
+
+    def snapshot(self) -> dict[str, Part]:
+        """A copy, on the CPU, of all that a checkpoint needs of this rank: weights to full
+        precision, moments, the warm-up's count, the state of torch's random generators. Not within
+        a step."""
+        parts = {}
+        for name, tensor in self._step.tensors().items():
+            kind, _, of = name.partition(".")
+            if self.group.size > 1 and kind in SHARDED:
+                rows = local_rows(self._step.weights.shape(of)[0], self.group)
+                parts[name] = Part(_copied(tensor), rows.start)
+            elif self.group.rank == 0:
+                parts[name] = Part(_copied(tensor))
+        for name, state in self._random_states().items():
+            parts[name] = Part(_copied(state))
+        return parts
+
+    def restore(self, folder: Path) -> None:
+        """Take over the checkpoint in a folder, which any number of ranks may have written. Raises
+        UserError when it is of another model."""
+        try:
+            shapes = tensor_files.shapes(folder)
+            wanted = self._wanted(shapes)
+            tensor_files.read(folder, wanted)
+            local = {name: _local(tensor) for name, tensor in wanted.items()}
+            self._set_random_states(local)
+            self._step.load_tensors(local)
+        except ValueError as error:
+            raise UserError(
+                f"the checkpoint does not fit model.path {self.folder}: {error}; start over with "
+                "--fresh"
+            ) from error
+
+    def _wanted(self, shapes: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
+        """Room for what this rank needs of the tensors of a checkpoint."""
+        wanted: dict[str, torch.Tensor] = {}
+        random = self._random_states()
+        for name, (shape, dtype) in shapes.items():
+            kind = name.partition(".")[0]
+            if kind == "random" and name not in random:
+                continue
+            if self.group.size > 1 and kind in SHARDED:
+                rows = local_rows(shape[0], self.group)
+                local = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=dtype)
+                wanted[name] = as_sharded(local, shape)
+            else:
+                wanted[name] = torch.empty(shape, dtype=dtype)
+        return wanted
+
+    def _random_states(self) -> dict[str, torch.Tensor]:
+        states = {f"random.cpu.{self.group.rank}": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states[f"random.cuda.{self.group.rank}"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def _set_random_states(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Ranks that were not there when the checkpoint was written begin with the seed's."""
+        for name in self._random_states():
+            state = tensors.pop(name, None)
+            if state is None:
+                continue
+            if name.startswith("random.cuda"):
+                torch.cuda.set_rng_state(state, self.device)
+            else:
+                torch.set_rng_state(state)
+
+    def _published_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Shards are float32 whatever the model's dtype is; with one rank the model has its own."""
+        sharded = isinstance(tensor, DTensor)
+        return self._dtype if sharded else tensor.dtype
+
+    def _own_rows(self, value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        if value.shape == local.shape:
+            return value
+        return value[local_rows(value.shape[0], self.group)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is on this rank; writing to it writes to the tensor."""
+    tensor = tensor.detach()
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, SafetensorError) as error:
+        why = next(iter(str(error).splitlines()), "")
+        raise UserError(f"model.path: {folder} cannot be loaded: {why}") from error
