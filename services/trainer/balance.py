@@ -26,10 +26,11 @@ SOURCES_BEYOND = 3
 """Rows beyond a budget that are looked at for an exchange before the search gives up."""
 
 EXCESS_WEIGHT = 5.0
-"""Of what is beyond a budget, in rows of mean load a full row."""
+"""What a whole budget, or a budget of repeated tokens, beyond what is allowed counts against the
+load: in rows of mean load."""
 
 FORBIDDEN_WEIGHT = 1e9
-"""The same, where all rows are within the budgets: they stay so."""
+"""The same where all is within what is allowed: it stays so."""
 
 LEAST_GAIN = 1e-4
 """Of an exchange, in rows of mean load: smaller ones are not worth the search."""
