@@ -13,6 +13,7 @@ from services.trainer.intake import AdmittedGroup
 from services.trainer.learner import Learner
 from services.trainer.measure import StepTimes
 from services.trainer.planner import Plan, merge
+from services.trainer.ready import READY_FILL
 from services.trainer.step import StepResult
 from services.trainer.torch_thread import TorchThread
 from services.trainer.types import Row, TrainSample
@@ -40,6 +41,8 @@ class Forwarding:
         """Of all samples that are not pending."""
         self._pending: list[int] = []
         """Samples that are in no plan yet."""
+        self._fill = 0.0
+        """Micro-batches that the pending samples fill, at most."""
         self._looked = True
         """Whether nothing has come since the pending samples were last found too few."""
         self._busy_s = 0.0
@@ -52,11 +55,13 @@ class Forwarding:
         self.samples.extend(group.samples)
         self._group_ids.extend([group.group_id] * len(group.samples))
         self._pending.extend(range(first, len(self.samples)))
+        self._fill += self._learner.fill_at_most(group.samples)
         self._looked = False
 
     async def forward_ready(self) -> bool:
         """Forward the micro-batches that are well filled; False when none is."""
-        if self._looked:
+        # To ask the torch thread for each group of many small ones would cost more than it finds.
+        if self._looked or self._fill < READY_FILL:
             return False
         begin_s = time.monotonic()
         samples = [self.samples[index] for index in self._pending]
@@ -64,6 +69,10 @@ class Forwarding:
         self._looked = True
         self._busy_s += time.monotonic() - begin_s
         pending, self._pending = self._pending, [self._pending[index] for index in kept]
+        of_group: dict[str, list[TrainSample]] = {}
+        for index in self._pending:
+            of_group.setdefault(self._group_ids[index], []).append(self.samples[index])
+        self._fill = sum(map(self._learner.fill_at_most, of_group.values()))
         await self._forward(plan.renumbered(pending))
         return bool(plan.microbatches)
 

@@ -14,11 +14,13 @@ from safetensors.torch import save_file
 
 from services.common.config import Recipe
 from services.trainer import messages
+from services.trainer.assignment import Budgets
 from services.trainer.planner import Plan, plan, plan_by_count, plan_ready
 from services.trainer.policy import MODEL_FILES
 from services.trainer.rank_files import RankFiles
 from services.trainer.rank_learner import RankLearner
 from services.trainer.ranks import Command, Place
+from services.trainer.ready import fill_at_most
 from services.trainer.step import StepResult
 from services.trainer.types import Row, TrainSample
 
@@ -49,6 +51,15 @@ class Learner:
         if number is not None:
             return plan_by_count(samples, samples_per_row=number, **self._bounds)
         return plan(samples, **self._bounds)
+
+    def fill_at_most(self, samples: Sequence[TrainSample]) -> float:
+        """Micro-batches that samples of one group fill, at most. Needs no torch: it may be called
+        on the event loop."""
+        recipe = self._recipe
+        number = recipe.trainer.samples_per_row
+        budgets = Budgets(recipe.token_budget, recipe.trained_token_budget, number)
+        share = self._own.shares_prefixes
+        return fill_at_most(samples, budgets, share_prefixes=share) / self._group.size
 
     def plan_ready(self, samples: Sequence[TrainSample]) -> tuple[Plan, list[int]]:
         """Micro-batches that need not wait for the samples that a step still lacks, and the indices

@@ -1,17 +1,42 @@
 """Rows that are full with the samples at hand, while more are to come. Pure numpy."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from services.trainer.assignment import Budgets
 from services.trainer.prefix_costs import LOAD, TOKENS, Floats, PrefixCosts
 from services.trainer.starts import needed_tokens, units
 from services.trainer.trie import Ints
+from services.trainer.types import TrainSample
 
 READY_FILL = 0.9
 """Part of a budget from which on a row is full."""
 
 CUT_TOKENS = 0.05
 """Of the token budget: the longest prefix forwarded twice to fill a row."""
+
+
+def fill_at_most(
+    samples: Sequence[TrainSample], budgets: Budgets, *, share_prefixes: bool = True
+) -> float:
+    """Rows that the samples of one group fill, at most: the sum over all budgets. Cheap: while this
+    is below READY_FILL x ranks over all groups at hand, no micro-batch is ready.
+
+    Example: budgets of 100 tokens and 20 trained ones, and two samples of 51 tokens that share 45
+    and train 5 each. The last tokens are not forwarded: (45 + 5 + 5) / 100 + 10 / 20 = 1.05.
+    """
+    contexts = [sample.context for sample in samples]
+    first = contexts[0]
+    common = first.size if share_prefixes else 0
+    for context in contexts[1:]:
+        common = min(common, context.size)
+        differs = np.flatnonzero(context[:common] != first[:common])
+        common = int(differs[0]) if differs.size else common
+    tokens = common + sum(context.size - common for context in contexts)
+    trained = sum(sample.num_trained for sample in samples)
+    amounts = np.array([[tokens], [trained], [len(samples)]], np.float64)
+    return float((amounts / budgets.amounts).sum())
 
 
 def full_rows(costs: PrefixCosts, budgets: Budgets, *, at_least: int) -> list[Ints]:

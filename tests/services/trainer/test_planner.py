@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from benchmarks.planner_set import LOADS as SET_LOADS
 from benchmarks.planner_set import SETTINGS
 from benchmarks.planner_set import make_samples as set_of_samples
+from services.trainer.assignment import Budgets
 from services.trainer.load import Load
 from services.trainer.packing import pack
 from services.trainer.planner import Plan, merge, plan, plan_by_count, plan_ready
-from services.trainer.ready import READY_FILL
+from services.trainer.ready import READY_FILL, fill_at_most
 from services.trainer.trie import build_trie, prefix_order
 from services.trainer.types import TrainSample
 from tests.services.trainer.numerics import make_groups, make_sample
@@ -355,3 +356,25 @@ def test_a_step_whose_groups_come_one_by_one_is_hardly_worse() -> None:
     assert sum(row.tokens for row in found.rows) <= 1.05 * found.unique_tokens
     heaviest = sum(each[0].load for each in found.microbatches)
     assert sum(row.load for row in found.rows) >= 0.9 * 4 * heaviest
+
+
+@given(st.integers(0, 10_000), st.integers(8, 60), st.integers(4, 30), st.sampled_from([1, 2]))
+def test_what_a_cheap_look_finds_too_little_fills_nothing(
+    seed: int, tokens: int, trained: int, ranks: int
+) -> None:
+    samples = make_groups(seed=seed, num_groups=4, generations=3, prompt=12, completion=5)
+    found, _ = plan_ready(samples, token_budget=tokens, trained_token_budget=trained, ranks=ranks)
+    budgets = Budgets(tokens, trained)
+    groups = [[s for s in samples if s.group_id == str(g)] for g in range(4)]
+    if sum(fill_at_most(group, budgets) for group in groups) < READY_FILL * ranks:
+        assert not found.microbatches
+
+
+def test_how_far_a_group_fills_a_row() -> None:
+    """The example of fill_at_most."""
+    shared = list(range(45))
+    samples = [
+        make_sample([*shared, *[50 + n] * 6], num_prompt=46, rollout_id=f"g/{n}") for n in (1, 2)
+    ]
+    assert fill_at_most(samples, Budgets(100, 20)) == pytest.approx(1.05)
+    assert fill_at_most(samples, Budgets(100, 20), share_prefixes=False) == pytest.approx(1.5)
