@@ -158,6 +158,9 @@ class Trainer(Section):
     ranks: Annotated[int, Field(ge=1)] = 1
     """Processes that train together, each with a row of every micro-batch and a part of weights and
     moments (FSDP2); on one machine, a GPU each where there are GPUs."""
+    attention: Literal["blocks", "flex"] = "blocks"
+    """How tokens of a packed row attend: by calls of scaled_dot_product_attention for blocks of the
+    row, on any device, or by one of flex_attention, for GPUs only."""
     gradient_checkpointing: bool = False
     """Keep only the layers' inputs of a forward, and compute the rest again in backward: less
     memory, about a third more computing."""

@@ -12,6 +12,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from services.trainer import flex
 from services.trainer.attention_plan import AttentionPlan
 
 IMPLEMENTATION = "headrace_packed"
@@ -34,6 +35,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    attention_kernel: str = "blocks",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: query [1, heads, N, d], key and value [1, key heads, N,
@@ -41,7 +43,8 @@ def packed_attention(
 
     sliding_window: tokens that a query sees, itself included. softcap: scores s become c tanh(s/c)
     (Gemma 2, arXiv:2408.00118). s_aux [heads]: attention sinks, a score a head that takes part in
-    the softmax and has no value (gpt-oss).
+    the softmax and has no value (gpt-oss). attention_kernel: "blocks", or "flex" for plain scores
+    (flex.py).
 
     Returns [1, N, heads, d]. Raises ValueError for what would make packed rows wrong or random:
     dropout, a mask, a bias of the scores, layers that are not causal.
@@ -58,6 +61,12 @@ def packed_attention(
         mask = _window_mask(query.shape[2], sliding_window, query.device)
         output = _attend(query, key, value, mask=mask, scores=scores)
         return output.transpose(1, 2), None
+    if attention_kernel == "flex":
+        if not scores.plain:
+            raise ValueError("flex attention is for scores without soft cap and sinks")
+        return flex.attend(
+            query, key, value, plan=attention_plan, window=sliding_window, scaling=scaling
+        ), None
     attention_plan = attention_plan.for_window(sliding_window)
     _, num_heads, _, size = query.shape
     # [N, heads x d] lies in memory as the projections wrote it: a gather copies whole rows.

@@ -15,6 +15,7 @@ the ancestors with `depth > query's depth - w`.
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +72,8 @@ class AttentionPlan:
     """What the plan is of."""
     windowed: dict[int, "AttentionPlan"] = field(default_factory=dict)
     """Plans by window, made when a layer first asks for one."""
+    flex_masks: dict[int | None, Any] = field(default_factory=dict)
+    """Masks of flex_attention by window (flex.py), made likewise."""
 
     def for_window(self, window: int | None) -> "AttentionPlan":
         """The plan for layers that see the last `window` tokens, the query included; None: all.

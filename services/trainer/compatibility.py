@@ -47,12 +47,12 @@ CANNOT = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexEr
 _log = structlog.get_logger()
 
 
-def prepare_model(model: Any) -> Way:
+def prepare_model(model: Any, *, kernel: str = "blocks") -> Way:
     """Switch a causal language model to the best way of forwarding packed rows that is right for
     it, or raise UserError that says why it cannot be trained.
 
-    The weights and the train/eval mode stay as they are. The way is kept with the model
-    (`Way.of`).
+    kernel: `trainer.attention`; "flex" is taken, or refused with the reason. The weights and the
+    train/eval mode stay as they are. The way is kept with the model (`Way.of`).
     """
     name = type(model).__name__
     if model.get_output_embeddings() is None:
@@ -74,6 +74,8 @@ def prepare_model(model: Any) -> Way:
             reason = "its attention cannot be replaced"
         else:
             reason = proof.why_not(Way(scores=proof.scores))
+        if not reason and kernel == "flex":
+            return _chosen(model, _flex(model, proof))
         if reason:
             tried.append(f"shared prefixes: {reason}")
         else:
@@ -91,6 +93,16 @@ def prepare_model(model: Any) -> Way:
         f"({'; '.join(tried)}): its attention, positions or output head do something that is not "
         "carried here; train another model"
     )
+
+
+def _flex(model: Any, proof: "_Proof") -> Way:
+    way = Way(scores=proof.scores, kernel="flex")
+    if why_not := proof.why_not(way) or proof.why_not_gradient(way):
+        raise UserError(
+            f"trainer.attention: {type(model).__name__} cannot use flex attention here: {why_not}; "
+            'set it to "blocks"'
+        )
+    return way
 
 
 def _line(error: Exception) -> str:
@@ -174,6 +186,32 @@ class _Proof:
             return "its sliding window cannot be narrowed for the proof"
         with _narrow_windows(self._model):
             return self._compare(way, self._narrow)
+
+    def why_not_gradient(self, way: Way) -> str:
+        """What speaks against the backward of a way, next to that of the usual one; empty for
+        nothing."""
+        expected = self._gradient(Way(scores=self.scores))
+        try:
+            found = self._gradient(way)
+        except CANNOT as error:
+            return _line(error)
+        difference = float((found - expected).norm() / expected.norm())
+        # Log-probabilities of the proof are about 10, and their tolerance is not relative.
+        tolerance = self._tolerance / 10
+        if difference <= tolerance:
+            return ""
+        return f"gradients differ by {difference:.3g}, at most {tolerance:g} is allowed"
+
+    def _gradient(self, way: Way) -> torch.Tensor:
+        """Of the sum of all log-probabilities, for the weights of the output head's inputs and of
+        the first layers: the embeddings."""
+        embeddings = self._model.get_input_embeddings().weight
+        was_training = self._model.training
+        forward = PolicyForward(self._model.train(), temperature=1.0, way=way)
+        row = pack(self._samples).to(self._device)
+        [gradient] = torch.autograd.grad(forward(row).logprobs.sum(), [embeddings])
+        self._model.train(was_training)
+        return gradient.float()
 
     @torch.no_grad()
     def _compare(self, way: Way, expected: torch.Tensor) -> str:

@@ -60,6 +60,8 @@ class Way:
     its own, with the model's own attention."""
     scores: HeadScores = PLAIN_HEAD
     """From the head's outputs to logits."""
+    kernel: str = "blocks"
+    """Of attention over shared prefixes: `trainer.attention`."""
     reason: str = ""
     """Why not the faster way; empty for it."""
 
@@ -79,6 +81,7 @@ class Way:
 
     def __str__(self) -> str:
         name = "shared prefixes" if self.shares_prefixes else "one sample at a time"
+        name += ", flex attention" if self.kernel == "flex" else ""
         return f"{name} ({self.reason})" if self.reason else name
 
 
@@ -111,7 +114,7 @@ class PolicyForward(torch.nn.Module):
             )
         options = self._router_loss.options if self._router_loss else {}
         outputs = (
-            [packed_states(self.model, rows, **options)]
+            [packed_states(self.model, rows, attention_kernel=self.way.kernel, **options)]
             if self.way.shares_prefixes
             else _separate_states(self.model, rows, **options)
         )

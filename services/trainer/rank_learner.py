@@ -81,6 +81,7 @@ class RankLearner:
             max_completion_tokens=recipe.generation.max_completion_tokens,
             reference=None if reference is None else Reference(reference, temperature=temperature),
             group=self.group,
+            attention=recipe.trainer.attention,
         )
 
     @property

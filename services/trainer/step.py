@@ -101,9 +101,10 @@ class OptimizerStep:
         max_completion_tokens: int | None = None,
         reference: Reference | None = None,
         group: Group | None = None,
+        attention: str = "blocks",
     ) -> None:
         self._group = group or Group()
-        way = prepare_model(model)
+        way = prepare_model(model, kernel=attention)
         if self._group.size > 1 and not way.shares_prefixes:
             raise UserError(
                 f"trainer.ranks: {type(model).__name__} forwards {way}, so that ranks would not "
