@@ -33,7 +33,7 @@ def children(pid: int) -> list[psutil.Process]:
 async def test_a_killed_rank_ends_what_runs_beside_it_with_its_status(tmp_path: Path) -> None:
     ranks = await RankProcesses.start(recipe_for(make_folder(tmp_path), ranks=3))
     try:
-        first, second = sorted(each.pid for each in children(os.getpid()))
+        first, second = (each.pid for each in ranks._processes)
         os.kill(second, signal.SIGKILL)
         with pytest.raises(RankEnded, match=r"^rank 2 ended with status -9; ") as raised:
             await ranks.beside(asyncio.sleep(60))
