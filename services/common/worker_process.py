@@ -100,7 +100,7 @@ def _described(error: BaseException) -> str:
         return f"(its text cannot be made: {type(second).__name__})"
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """End at once when the service is killed, also in the middle of a call that never returns
     (Linux).
     """
@@ -123,7 +123,7 @@ def _read(stream: BinaryIO) -> dict[str, Any] | None:
 
 def _serve() -> None:
     """Answer frames until the input ends."""
-    _die_with_parent()
+    die_with_parent()
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -7,7 +7,6 @@ previous file is kept until the next is proven.
 """
 
 import asyncio
-import hashlib
 import math
 import random
 import shutil
@@ -26,6 +25,7 @@ from headrace.v1 import policy_pb2 as wire
 from headrace.v1 import policy_pb2_grpc
 
 from services.common.errors import UserError
+from services.common.files import sha256
 from services.common.grpc_kit import UNARY_DEADLINE_S
 from services.common.memory_folder import MemoryFolder
 
@@ -217,7 +217,7 @@ class PolicyClient:
             offset = partial.stat().st_size if partial.exists() else 0
             try:
                 await self._fetch_from(target, partial, offset)
-                digest = await asyncio.to_thread(_sha256, partial)
+                digest = await asyncio.to_thread(sha256, partial)
                 if digest == target.sha256:
                     partial.rename(path)
                     return path
@@ -320,8 +320,3 @@ def _write_folder(folder: Path, content: Mapping[str, bytearray]) -> None:
         # Another replica was faster: its folder has the same digest.
         if not folder.is_dir():
             raise
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

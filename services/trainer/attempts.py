@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from services.common.errors import Fenced
+from services.common.files import sync
 
 
 class Attempts:
@@ -33,19 +34,10 @@ class Attempts:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        sync_folder(self._folder)
+        sync(self._folder)
 
     def check_last(self, attempt: int) -> None:
         """Raises Fenced when a newer attempt has begun: its checkpoints are the run's now."""
         highest = self.highest()
         if highest > attempt:
             raise Fenced(f"attempt {attempt} was replaced by attempt {highest}; this one ends")
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the disk hold a folder's entries: files made or renamed in it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

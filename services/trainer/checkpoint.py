@@ -20,10 +20,11 @@ from typing import Any, Protocol
 import structlog
 
 from services.common.errors import UserError
+from services.common.files import sha256, sync
 from services.trainer import journal
-from services.trainer.attempts import Attempts, sync_folder
+from services.trainer.attempts import Attempts
 from services.trainer.journal import Moment
-from services.trainer.rank_files import Digest, sha256, sync
+from services.trainer.rank_files import Digest
 
 FORMAT = 2
 """Of the folder; rises when another version could not read it."""
@@ -130,7 +131,7 @@ class Checkpoints:
             attempts.check_last(moment[0])
             self._remove(path)
             fresh.rename(path)
-            sync_folder(self.folder)
+            sync(self.folder)
         except OSError as error:
             shutil.rmtree(fresh, ignore_errors=True)
             raise CheckpointFailed(f"{path} cannot be written: {error}") from error
@@ -170,7 +171,7 @@ def _write(folder: Path, state: Mapping[str, Any], files: Files) -> None:
     digests = {name: asdict(digest) for name, digest in files.write(folder).items()}
     (folder / STATE).write_text(json.dumps({"format": FORMAT, "files": digests, **state}))
     sync(folder / STATE)
-    sync_folder(folder)
+    sync(folder)
 
 
 def _read(folder: Path, moment: Moment) -> Checkpoint:

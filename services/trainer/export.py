@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 
 from services.common.errors import UserError
 from services.trainer.checkpoint import Checkpoints
+from services.trainer.model_folder import load_model
 from services.trainer.policy import MODEL_FILES
 from services.trainer.tensor_files import read_weights
 
@@ -51,7 +51,11 @@ def export(
     final = run / "model"
     end = _end(run)
     if end is not None and step in (None, end) and (final / "model.safetensors").is_file():
-        made, found, source = _load(final, dtype), end, f"the model at the end ({final})"
+        made, found, source = (
+            load_model(final, getattr(torch, dtype)),
+            end,
+            f"the model at the end ({final})",
+        )
     else:
         made, found, source = _of_checkpoint(run, model, dtype, step=step)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -96,18 +100,12 @@ def _of_checkpoint(run: Path, model: Path, dtype: str, *, step: int | None) -> t
             if found.folder.is_dir() or not last:
                 raise UserError(f"{found.folder} cannot be read: {error}") from error
             continue
-        return _with_weights(_load(model, dtype), weights, model), found.step, str(found.folder)
-    raise AssertionError("the last try returns or raises")
-
-
-def _load(folder: Path, dtype: str) -> Any:
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True
+        return (
+            _with_weights(load_model(model, getattr(torch, dtype)), weights, model),
+            found.step,
+            str(found.folder),
         )
-    except (OSError, ValueError, SafetensorError) as error:
-        why = next(iter(str(error).splitlines()), "")
-        raise UserError(f"{folder} cannot be loaded: {why}") from error
+    raise AssertionError("the last try returns or raises")
 
 
 @torch.no_grad()

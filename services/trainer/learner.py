@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from services.common.config import Recipe
 from services.trainer import messages
 from services.trainer.assignment import Budgets
-from services.trainer.planner import Plan, plan, plan_by_count, plan_ready
+from services.trainer.planner import Plan, plan, plan_ready
 from services.trainer.policy import MODEL_FILES
 from services.trainer.rank_files import RankFiles
 from services.trainer.rank_learner import RankLearner
@@ -43,29 +43,26 @@ class Learner:
             "ranks": self._group.size,
             "load": self._own.load,
             "share_prefixes": self._own.shares_prefixes,
+            "samples_per_row": recipe.trainer.samples_per_row,
         }
+        self._budgets = Budgets(
+            recipe.token_budget, recipe.trained_token_budget, recipe.trainer.samples_per_row
+        )
 
     def plan(self, samples: Sequence[TrainSample]) -> Plan:
         """Rows for a step, or for what is left of one."""
-        number = self._recipe.trainer.samples_per_row
-        if number is not None:
-            return plan_by_count(samples, samples_per_row=number, **self._bounds)
         return plan(samples, **self._bounds)
 
     def fill_at_most(self, samples: Sequence[TrainSample]) -> float:
         """Micro-batches that samples of one group fill, at most. Needs no torch: it may be called
         on the event loop."""
-        recipe = self._recipe
-        number = recipe.trainer.samples_per_row
-        budgets = Budgets(recipe.token_budget, recipe.trained_token_budget, number)
         share = self._own.shares_prefixes
-        return fill_at_most(samples, budgets, share_prefixes=share) / self._group.size
+        return fill_at_most(samples, self._budgets, share_prefixes=share) / self._group.size
 
     def plan_ready(self, samples: Sequence[TrainSample]) -> tuple[Plan, list[int]]:
         """Micro-batches that need not wait for the samples that a step still lacks, and the indices
         of samples that are kept for later."""
-        number = self._recipe.trainer.samples_per_row
-        return plan_ready(samples, samples_per_row=number, **self._bounds)
+        return plan_ready(samples, **self._bounds)
 
     def accumulate(self, microbatch: Sequence[Row]) -> None:
         """Forward and backward of one micro-batch: a row for every rank."""

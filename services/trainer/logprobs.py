@@ -21,7 +21,7 @@ CHUNK_BYTES = 64 << 20
 """Float32 logits that exist at a time; a few temporaries of that size come on top."""
 
 SEQUENCE_CHUNK_TOKENS = 16_384
-"""Tokens that `sequence_logprobs` forwards at a time."""
+"""Tokens that `in_chunks` has forwarded at a time."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,6 @@ def term_logprobs(
     return logprobs, entropy.index_select(0, row.terms.slots)
 
 
-def row_logprobs(
-    model: Any, row: PackedRow, *, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward a packed row with shared prefixes: what `term_logprobs` gives."""
-    states = packed_states(model, row).last_hidden_state[0]
-    return term_logprobs(model.get_output_embeddings(), states, row, temperature=temperature)
-
-
 def base_model(model: Any) -> Any:
     """What gives a causal language model its final hidden states."""
     base = model.base_model
@@ -127,21 +119,6 @@ def plain_logprobs(
         temperature=temperature,
         scores=scores,
     )
-
-
-def sequence_logprobs(
-    model: Any, rows: NDArray[np.integer[Any]], *, temperature: float = 1.0
-) -> NDArray[np.float32]:
-    """Log-probabilities of tokens 1.. of every row given those before.
-
-    rows: [R, L] token ids without padding, L >= 2. Returns [R, L - 1], in nats. The model may be in
-    train or eval mode; no gradient is recorded.
-    """
-
-    def logprobs(token_ids: torch.Tensor) -> torch.Tensor:
-        return plain_logprobs(model, token_ids, temperature=temperature)[0]
-
-    return in_chunks(logprobs, rows, device=model.get_output_embeddings().weight.device)
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ from typing import Any
 from services.common import experiment
 from services.common.config import Recipe
 from services.common.errors import UserError
-from services.trainer.attempts import Attempts, sync_folder
+from services.common.files import sync
+from services.trainer.attempts import Attempts
 from services.trainer.checkpoint import Checkpoint, Checkpoints
 from services.trainer.dataset import Dataset
 from services.trainer.dispatch import Dispatcher
@@ -104,7 +105,7 @@ def know(recipe: Recipe, folder: Path) -> bool:
         return True
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, experiment.plain(recipe))
-    sync_folder(folder)
+    sync(folder)
     return False
 
 

@@ -97,6 +97,7 @@ def plan(
     ranks: int = 1,
     load: Load = TOKENS_ONLY,
     share_prefixes: bool = True,
+    samples_per_row: int | None = None,
 ) -> Plan:
     """Rows for all of the samples, `ranks` in every micro-batch, the heaviest micro-batch first.
 
@@ -105,35 +106,23 @@ def plan(
     large that almost every one needs a row of its own. Without `share_prefixes` the model forwards
     every sample whole, and costs are counted so.
 
+    With `samples_per_row` a row has at most so many samples, and micro-batches are as few as that
+    makes them: the number of samples in a row is what is fixed. A row has fewer where the numbers
+    do not divide, or where it would be beyond a budget: those bound memory, and hold here too.
+    Example: 16 samples, 2 ranks, 4 samples a row: 2 micro-batches, every row with 4 samples. With
+    15 samples one row has 3.
+
     Example: a prompt of 75 tokens with 16 completions of 3 tokens, all different from the first on,
     costs 75 + 16 x 2 = 107 tokens (the last token of a sample is a target only) and 48 trained
     tokens. For two ranks it is cut into two rows of 75 + 8 x 2 = 91 tokens.
     """
-    budgets = Budgets(token_budget, trained_token_budget)
-    return _plan(samples, budgets, ranks=ranks, load=load, share_prefixes=share_prefixes)
-
-
-def plan_by_count(
-    samples: Sequence[TrainSample],
-    *,
-    samples_per_row: int,
-    token_budget: int,
-    trained_token_budget: int,
-    ranks: int = 1,
-    load: Load = TOKENS_ONLY,
-    share_prefixes: bool = True,
-) -> Plan:
-    """As `plan`, with at most `samples_per_row` samples a row, and micro-batches as few as that
-    makes them: the number of samples in a row is what is fixed.
-
-    A row has fewer where the numbers do not divide, or where it would be beyond a budget: those
-    bound memory, and hold here too.
-
-    Example: 16 samples, 2 ranks, 4 samples a row: 2 micro-batches, every row with 4 samples. With
-    15 samples one row has 3.
-    """
     budgets = Budgets(token_budget, trained_token_budget, samples_per_row)
-    return _plan(samples, budgets, ranks=ranks, load=load, share_prefixes=share_prefixes)
+    fitting, oversize = _fitting(samples, budgets)
+    if not fitting:
+        return Plan([], oversize, 0)
+    chosen = [samples[index] for index in fitting]
+    costs = PrefixCosts.of(chosen, load, share_prefixes=share_prefixes)
+    return Plan(_microbatches(costs, fitting, budgets, ranks), oversize, costs.unique_tokens)
 
 
 def plan_ready(
@@ -151,9 +140,9 @@ def plan_ready(
 
     Every row of such a micro-batch is filled to READY_FILL of a budget, about, and they are
     balanced. With several ranks at least as many samples are kept: more may not come, or too few,
-    and the last micro-batch of the step would need echoes. Once all are there, `plan` (with
-    `samples_per_row`, `plan_by_count`) makes rows of the rest. Samples beyond a budget are in the
-    plan's `oversize` at once and not kept. `merge` adds the plans of a step up.
+    and the last micro-batch of the step would need echoes. Once all are there, `plan` makes rows of
+    the rest. Samples beyond a budget are in the plan's `oversize` at once and not kept. `merge`
+    adds the plans of a step up.
 
     Example: one rank, budgets of 100, four samples of 45 tokens that share nothing: two of them
     make a row of 90 tokens, and the other two another one. With three samples one is kept.
@@ -185,22 +174,6 @@ def merge(samples: Sequence[TrainSample], plans: Sequence[Plan]) -> Plan:
     placed = sorted({index for row in found.rows for index in row.samples})
     costs = PrefixCosts.of([samples[index] for index in placed], TOKENS_ONLY)
     return replace(found, unique_tokens=costs.unique_tokens)
-
-
-def _plan(
-    samples: Sequence[TrainSample],
-    budgets: Budgets,
-    *,
-    ranks: int,
-    load: Load,
-    share_prefixes: bool,
-) -> Plan:
-    fitting, oversize = _fitting(samples, budgets)
-    if not fitting:
-        return Plan([], oversize, 0)
-    chosen = [samples[index] for index in fitting]
-    costs = PrefixCosts.of(chosen, load, share_prefixes=share_prefixes)
-    return Plan(_microbatches(costs, fitting, budgets, ranks), oversize, costs.unique_tokens)
 
 
 def _microbatches(

@@ -24,9 +24,10 @@ from headrace.v1 import policy_pb2_grpc
 
 from services.common import canary, grpc_kit
 from services.common.errors import UserError
+from services.common.files import sha256, sync
 from services.common.memory_folder import MemoryFolder
 from services.common.recorder import Recorder
-from services.trainer.attempts import Attempts, sync_folder
+from services.trainer.attempts import Attempts
 from services.trainer.line import VersionLine
 
 CHUNK_BYTES = 1 << 20
@@ -136,7 +137,7 @@ class PolicyStore:
 
         Raises Fenced when a newer attempt has begun: a version of this one would be of a dead line.
         """
-        digest = await asyncio.to_thread(_sha256, self.next_path())
+        digest = await asyncio.to_thread(sha256, self.next_path())
         before = self.line.current
         same = before in self.line and self.line[before].step == step
         if same and self.line[before].sha256 != digest:
@@ -232,7 +233,7 @@ class PolicyStore:
         finally:
             os.close(descriptor)
         if number == 1:
-            sync_folder(self._last.parent)
+            sync(self._last.parent)
         return number
 
 
@@ -360,8 +361,3 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
                 self._recorder.observe("perf/weight_sync_lag_s", time.monotonic() - current.at_s)
             self._lag_of = current.version
         return wire.ReportServingResponse()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,7 +5,6 @@ Its standard input begins with the recipe and is then silent; its end is rank 0'
 process's. Signals to the process group are rank 0's to answer. It never touches queue or network.
 """
 
-import ctypes
 import importlib
 import io
 import os
@@ -13,11 +12,7 @@ import signal
 import sys
 import threading
 
-PR_SET_PDEATHSIG = 1
-"""Linux: the signal that a process gets when its parent ends (prctl(2))."""
-
-HEADER_BYTES = 8
-"""Of the recipe's frame, big-endian: its length (services/common/worker_process.py)."""
+from services.common.worker_process import HEADER, die_with_parent
 
 
 def _end_with_input() -> None:
@@ -32,10 +27,9 @@ def main() -> None:
     # Only rank 0 ends a run in order: a rank that went at its signal would break its last step.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    header = sys.stdin.buffer.read(HEADER_BYTES)
-    frame = header + sys.stdin.buffer.read(int.from_bytes(header, "big"))
+    die_with_parent()
+    header = sys.stdin.buffer.read(HEADER.size)
+    frame = header + sys.stdin.buffer.read(*HEADER.unpack(header))
     threading.Thread(target=_end_with_input, daemon=True).start()
     # Not at the top: importing torch takes seconds, in which a signal would end this process.
     importlib.import_module("services.trainer.rank_loop").run(io.BytesIO(frame))

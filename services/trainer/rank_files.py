@@ -7,9 +7,7 @@ meanwhile.
 waits_for: the other ranks' writing. unblocked_by: their end ends all (rank_processes.py).
 """
 
-import hashlib
 import json
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from services.common.files import sha256, sync
 from services.trainer import tensor_files
 from services.trainer.ranks import Group
 from services.trainer.tensor_files import Part
@@ -94,21 +93,6 @@ def _written(rank: int, folder: Path, parts: Mapping[str, Part]) -> dict[str, An
     except (OSError, SafetensorError) as error:
         return {"error": str(error)[: MESSAGE_BYTES // 4]}
     return {"name": file.name, **asdict(digest)}
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256(path: Path) -> str:
-    """Of a file, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _broadcast(group: Group, text: str) -> str:

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
 from services.common import canary
 from services.common.config import Recipe
@@ -24,6 +22,7 @@ from services.trainer import tensor_files
 from services.trainer.device import choose_device
 from services.trainer.flops import peak_flops
 from services.trainer.load import Load
+from services.trainer.model_folder import load_model
 from services.trainer.packing import pack
 from services.trainer.ranks import Group, Place
 from services.trainer.reference import Reference, load_reference
@@ -64,7 +63,7 @@ class RankLearner:
         if size > 1:  # the ranks share the cores
             torch.set_num_threads(max(1, torch.get_num_threads() // size))
         self._dtype = getattr(torch, recipe.model.dtype)
-        self._model = _load(self.folder, self._dtype).to(self.device)
+        self._model = load_model(self.folder, self._dtype, of="model.path").to(self.device)
         if rank == 0:
             say_dtype(self.folder, recipe.model.dtype)
         if recipe.trainer.gradient_checkpointing:
@@ -253,11 +252,3 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _load(folder: Path, dtype: torch.dtype) -> Any:
-    try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, SafetensorError) as error:
-        why = next(iter(str(error).splitlines()), "")
-        raise UserError(f"model.path: {folder} cannot be loaded: {why}") from error

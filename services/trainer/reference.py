@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from services.common.config import Recipe
 from services.common.errors import UserError
 from services.trainer.compatibility import prepare_model
 from services.trainer.forward import PolicyForward, RowOutput
+from services.trainer.model_folder import load_model
 from services.trainer.packing import PackedRow
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -56,14 +56,7 @@ def load_reference(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> 
         )
     if folder != policy:
         _check_vocabulary(folder, policy)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        why = next(iter(str(error).splitlines()), "")
-        raise UserError(f"loss.reference: {folder} cannot be loaded: {why}") from error
-    model = model.to(device)
+    model = load_model(folder, dtype, of="loss.reference").to(device)
     try:
         prepare_model(model)
     except UserError as error:

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.generator.types import Generated, GenerateFailed, LoadTimes, Span
-from services.trainer.logprobs import sequence_logprobs
 from tests.chaos.words import FAILS, KILLS_GENERATOR, NUM_PLAIN, token_of
+from tests.services.trainer.numerics import sequence_logprobs
 
 SPREAD = 0.5
 """Sigma of the lognormal durations."""

@@ -8,6 +8,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.common.training_config import Loss
+from services.trainer.forward import PolicyForward, RowOutput, Way
+from services.trainer.packing import PackedRow
 from services.trainer.types import TrainSample
 
 # Models this small gain nothing from threads, and threads that wait for a busy core cost seconds.
@@ -78,3 +80,19 @@ def make_groups(
                 )
             )
     return samples
+
+
+def row_logprobs(
+    model: Any, row: PackedRow, *, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a prepared model says of a packed row: log-probability and entropy of every term."""
+    output: RowOutput = PolicyForward(model, temperature=temperature)(row)
+    return output.logprobs, output.entropy
+
+
+def sequence_logprobs(
+    model: Any, rows: "np.ndarray[Any, Any]", *, temperature: float = 1.0
+) -> "np.ndarray[Any, Any]":
+    """Log-probabilities [R, L - 1] of tokens 1.. of every row [R, L], of any causal model."""
+    forward = PolicyForward(model, temperature=temperature, way=Way())
+    return forward.sequence_logprobs(rows, temperature=temperature)

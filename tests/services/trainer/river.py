@@ -29,11 +29,10 @@ from services.common.queue import QueueClient
 from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
 from services.common.training_config import Checkpoint, Evaluation, Optimizer, Trainer
-from services.trainer.logprobs import sequence_logprobs
 from services.trainer.policy import PolicyServicer
 from services.trainer.run_queue import RunQueue
 from services.trainer.training import Training
-from tests.services.trainer.numerics import make_model
+from tests.services.trainer.numerics import make_model, sequence_logprobs
 from tests.services.trainer.scored import make_scored, make_sequence
 from tests.waiting import until
 

@@ -13,10 +13,9 @@ from services.common.errors import UserError
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.export import export
 from services.trainer.learner import Learner
-from services.trainer.logprobs import sequence_logprobs
 from services.trainer.types import Row
 from tests.services.trainer.folders import make_folder
-from tests.services.trainer.numerics import VOCABULARY, make_sample
+from tests.services.trainer.numerics import VOCABULARY, make_sample, sequence_logprobs
 from tests.services.trainer.ranked import recipe_for
 
 ROWS = canary.rows(VOCABULARY)[:8]

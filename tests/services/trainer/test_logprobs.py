@@ -6,8 +6,8 @@ import torch
 
 from services.trainer import logprobs as module
 from services.trainer.compatibility import prepare_model
-from services.trainer.logprobs import sequence_logprobs, token_logprobs
-from tests.services.trainer.numerics import VOCABULARY, make_model
+from services.trainer.logprobs import token_logprobs
+from tests.services.trainer.numerics import VOCABULARY, make_model, sequence_logprobs
 
 
 def head_of(logits: list[float]) -> tuple[torch.Tensor, torch.nn.Linear]:

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from services.trainer import attention_plan
 from services.trainer.compatibility import prepare_model
-from services.trainer.logprobs import row_logprobs
 from services.trainer.packing import pack
 from services.trainer.types import TrainSample
-from tests.services.trainer.numerics import make_groups, make_model, make_sample
+from tests.services.trainer.numerics import make_groups, make_model, make_sample, row_logprobs
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from benchmarks.planner_set import make_samples as set_of_samples
 from services.trainer.assignment import Budgets
 from services.trainer.load import Load
 from services.trainer.packing import pack
-from services.trainer.planner import Plan, merge, plan, plan_by_count, plan_ready
+from services.trainer.planner import Plan, merge, plan, plan_ready
 from services.trainer.ready import READY_FILL, fill_at_most
 from services.trainer.trie import build_trie, prefix_order
 from services.trainer.types import TrainSample
@@ -86,9 +86,7 @@ class Bounds:
         }
 
     def plan(self, samples: Sequence[TrainSample]) -> Plan:
-        if self.per_row is None:
-            return plan(samples, **self.options)
-        return plan_by_count(samples, samples_per_row=self.per_row, **self.options)
+        return plan(samples, samples_per_row=self.per_row, **self.options)
 
     def plan_ready(self, samples: Sequence[TrainSample]) -> tuple[Plan, list[int]]:
         return plan_ready(samples, samples_per_row=self.per_row, **self.options)
@@ -265,16 +263,14 @@ def test_a_fixed_number_of_samples_a_row() -> None:
     options: dict[str, Any] = {"ranks": 2, "token_budget": 1000, "trained_token_budget": 1000}
 
     def counts(number: int) -> list[list[int]]:
-        found = plan_by_count(samples[:number], samples_per_row=4, **options)
+        found = plan(samples[:number], samples_per_row=4, **options)
         return [sorted(len(row.samples) for row in each) for each in found.microbatches]
 
     assert counts(16) == [[4, 4], [4, 4]]
     assert sorted(itertools.chain(*counts(15))) == [3, 4, 4, 4]
     # Budgets hold all the same.
     most = max(sample.num_context for sample in samples)
-    found = plan_by_count(
-        samples, samples_per_row=16, ranks=2, token_budget=most, trained_token_budget=1000
-    )
+    found = plan(samples, samples_per_row=16, ranks=2, token_budget=most, trained_token_budget=1000)
     assert max(row.tokens for row in found.rows) <= most
 
 

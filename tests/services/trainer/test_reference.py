@@ -8,12 +8,11 @@ from tokenizers import Tokenizer
 
 from services.common.config import Data, ReasoningGym, Recipe
 from services.common.errors import UserError
-from services.trainer.logprobs import sequence_logprobs
 from services.trainer.packing import pack
 from services.trainer.reference import Reference, load_reference
 from services.trainer.step import OptimizerStep
 from tests.services.trainer.folders import make_folder
-from tests.services.trainer.numerics import make_model, make_sample
+from tests.services.trainer.numerics import make_model, make_sample, sequence_logprobs
 
 CPU = torch.device("cpu")
 

@@ -9,12 +9,11 @@ from transformers import AutoModelForCausalLM
 from services.common import canary
 from services.trainer.flops import Flops
 from services.trainer.learner import Learner
-from services.trainer.logprobs import sequence_logprobs
 from services.trainer.packing import pack
 from services.trainer.types import Row
 from tests.services.trainer.architectures import ARCHITECTURES
 from tests.services.trainer.folders import make_folder
-from tests.services.trainer.numerics import VOCABULARY, make_sample
+from tests.services.trainer.numerics import VOCABULARY, make_sample, sequence_logprobs
 from tests.services.trainer.ranked import recipe_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from services.common.training_config import Loss, Optimizer
-from services.trainer.logprobs import sequence_logprobs
 from services.trainer.packing import pack
 from services.trainer.step import NO_DENOMINATOR, NON_FINITE, OptimizerStep, StepResult
 from services.trainer.types import TrainSample
-from tests.services.trainer.numerics import make_groups, make_model, make_sample
+from tests.services.trainer.numerics import make_groups, make_model, make_sample, sequence_logprobs
 
 FREE = Optimizer(learning_rate=1e-3, max_grad_norm=1e9)
 
