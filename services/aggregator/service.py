@@ -7,42 +7,38 @@ waits_for: nothing; producers come and go. unblocked_by: a batch or a query, eac
 import asyncio
 import contextlib
 import os
-import socket
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import structlog
-import uvicorn
-from fastapi import FastAPI
 from headrace.v1 import metrics_pb2 as wire
 from headrace.v1 import metrics_pb2_grpc
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.aggregator import maintenance, retention
+from services.aggregator import http_server, maintenance, retention
 from services.aggregator.api.app import create_app
 from services.aggregator.api.backend import Backend
 from services.aggregator.batch import BadBatch
 from services.aggregator.catalogue import with_custom
 from services.aggregator.group_commit import GroupCommit
+from services.aggregator.http_server import DRAIN_S
 from services.aggregator.ingest import Ingest
 from services.aggregator.intake import Intake
 from services.aggregator.store import Store
-from services.common import grpc_kit, lifecycle
+from services.common import grpc_kit, lifecycle, secret_keys
 from services.common.background import unless
+from services.common.certificates import certificates_of
 from services.common.command import Invocation
 from services.common.config import Recipe
+from services.common.tokens import tokens_of
 
 PROBE_EVERY_S = 5.0
 """How often readiness is checked by writing a row."""
 
 WRITES_WITHIN_S = 10.0
 """Of that row, all that the writer has to do before it included; beyond it the store hangs."""
-
-DRAIN_S = 5.0
-"""Most seconds that calls in flight get at the end."""
 
 
 class Metrics(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
@@ -91,45 +87,6 @@ class Metrics(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
         )
 
 
-class _Http(uvicorn.Server):
-    """uvicorn inside our own event loop: signals stay with the lifecycle."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _serving_http(
-    app: FastAPI, listening: socket.socket
-) -> AsyncIterator[asyncio.Task[None]]:
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=round(DRAIN_S),
-    )
-    server = _Http(config)
-    task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
-    try:
-        yield task
-    finally:
-        server.should_exit = True
-        await task
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Raises PortTaken."""
-    grpc_kit.check_port_free(host, port)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family)
-    # asyncio sets it only on sockets that it opens itself; without it the body of every answer
-    # waits 40 ms for the acknowledgement of its head.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
-
-
 def database_of(recipe: Recipe) -> str:
     """The store's URL: the recipe's, or SQLite under the run's folder, which is made."""
     if recipe.aggregator.database is not None:
@@ -139,15 +96,18 @@ def database_of(recipe: Recipe) -> str:
 
 
 async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
-    """Serve until asked to stop. Raises UserError for a taken port, a bad token or database."""
+    """Serve until asked to stop. Raises UserError for a taken port, and for a token,
+    certificate or database that cannot be used."""
     recipe = invocation.recipe
     network = recipe.network
     async with contextlib.AsyncExitStack() as stack:
-        token = grpc_kit.read_token(network)
-        listening = stack.enter_context(_listen(network.host, recipe.aggregator.http_port))
-        http_port: int = listening.getsockname()[1]
+        tokens, certificates = tokens_of(network), certificates_of(network)
+        database_password = secret_keys.database_password(recipe.aggregator)
+        http_port = recipe.aggregator.http_port
+        listening = stack.enter_context(http_server.listen(network.host, http_port))
+        http_port = listening.getsockname()[1]
         state.enter("opening the database")
-        store = Store.open(database_of(recipe))
+        store = Store.open(database_of(recipe), password=database_password)
         stack.callback(store.close)
         writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         stack.callback(writer.shutdown)
@@ -159,6 +119,7 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
             writer,
             keep_s,
             stuck_after_s=recipe.ledger.stuck_after_s,
+            run=recipe.run,
             draining=state.stopping,
         )
         sweeping = asyncio.create_task(
@@ -198,8 +159,21 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
             ],
         )
         stack.push_async_callback(served.stop, DRAIN_S)
+        app = create_app(
+            backend,
+            tokens=tokens,
+            needs_certificate=certificates is not None,
+            max_requests_per_s=network.max_requests_per_s,
+        )
+        context = (
+            None
+            if certificates is None
+            else http_server.server_context(certificates, ask_clients=tokens is None)
+        )
         http = await stack.enter_async_context(
-            _serving_http(create_app(backend, token=token), listening)
+            http_server.serving(
+                app, listening, max_connections=network.max_connections, context=context
+            )
         )
         state.details["http_port"] = str(http_port)
         lifecycle.announce(

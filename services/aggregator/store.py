@@ -92,12 +92,12 @@ class Store:
         self._all_marks_known = False
 
     @classmethod
-    def open(cls, database: str) -> "Store":
+    def open(cls, database: str, *, password: str | None = None) -> "Store":
         """Open an SQLAlchemy URL, creating the tables where there are none.
 
         Raises UserError when it cannot be reached or written, or holds tables of another version.
         """
-        store = cls(schema.make_engine(database))
+        store = cls(schema.make_engine(database, password=password))
         try:
             store._create()
         except SQLAlchemyError as error:

@@ -61,6 +61,9 @@ class Window:
 
     steps: tuple[Step, ...]
     groups_per_step: float | None = None
+    requests_waiting: float | None = None
+    requests_held: float | None = None
+    """Mean groups that waited for a generator, and that generators held."""
     groups_waiting: float | None = None
     samples_waiting: float | None = None
     """Mean groups that waited for a scorer, and for the trainer."""

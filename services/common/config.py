@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from services.common import custom_metrics, generation_config, recipe_text
+from services.common import custom_metrics, generation_config, recipe_text, secret_keys
 from services.common.custom_metrics import CustomMetric
 from services.common.errors import UserError
 from services.common.generation_config import Environments, Generation, Generator, Tools
@@ -151,6 +151,8 @@ class Queue(Section):
     """`redis://host:6379/0`, `unix:///path/of/socket`, `redis+sentinel://h1:26379,h2:26379/NAME` or
     `redis+cluster://h1:6379,h2:6379`; `rediss` for TLS, `user:password@` before the host. Without
     it `headrace run` starts an embedded server. More in docs/delivery.md."""
+    password_file: str | None = None
+    """File with the password of the URL's user, in place of one in the URL."""
     claim_after_s: Annotated[float, Field(gt=0)] = 30.0
     """An entry not renewed for so long is taken over by another worker."""
     max_work_s: Annotated[float, Field(gt=0)] = 3600.0
@@ -176,6 +178,8 @@ class Aggregator(Section):
 
     database: str | None = None
     """An SQLAlchemy URL; SQLite under the run folder by default."""
+    database_password_file: str | None = None
+    """File with the password of the URL's user, in place of one in the URL."""
     http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """REST, docs and the page; 0 takes a free port."""
     keep_runs_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
@@ -216,10 +220,26 @@ class Network(Section):
     """gRPC address of the trainer."""
     aggregator: str = "127.0.0.1:50052"
     """gRPC address of the aggregator."""
+    ranks: str | None = None
+    """HOST:PORT where ranks on other nodes meet rank 0, which listens there; needed with
+    `trainer.nodes` above 1, unused otherwise."""
     token_file: str | None = None
-    """File with the bearer token that all gRPC calls then need."""
+    """File with the bearer token that all gRPC and REST calls then need; of several lines the first
+    is sent and all are accepted."""
+    tls_cert_file: str | None = None
+    """PEM certificate (chain) of this service; with the next two, gRPC is mutual TLS and REST is
+    HTTPS."""
+    tls_key_file: str | None = None
+    """PEM key of that certificate."""
+    tls_ca_file: str | None = None
+    """PEM certificates of who may sign the certificates of others."""
     max_message_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """Largest gRPC message, on both sides."""
+    max_connections: Annotated[int, Field(ge=1)] = 1024
+    """Connections at a time to each of a service's servers; beyond them new ones are refused."""
+    max_requests_per_s: Annotated[float, Field(gt=0)] = 1000.0
+    """Calls of one peer's address a second, gRPC and REST apart; what is above is refused, and may
+    be repeated a moment later."""
 
 
 class Recipe(Section):
@@ -308,6 +328,7 @@ class Recipe(Section):
                 f"queue.samples_capacity: {self.samples_capacity} is below trainer.groups_per_step "
                 f"({self.trainer.groups_per_step}); a step could never fill"
             )
+        yield from self._mistakes_of_nodes()
         if self.evaluation.every_expression and (
             self.data.reasoning_gym is None or self.data.reasoning_gym.task != "chain_sum"
         ):
@@ -321,6 +342,26 @@ class Recipe(Section):
                 "environments.classes has none"
             )
         yield from custom_metrics.mistakes(self.metrics)
+        yield from secret_keys.mistakes(self)
+
+    def _mistakes_of_nodes(self) -> Iterator[str]:
+        """What is wrong with a trainer on several machines, one line each."""
+        ranks, nodes, address = self.trainer.ranks, self.trainer.nodes, self.network.ranks
+        if ranks % nodes:
+            yield (
+                f"trainer.ranks: {ranks} cannot be spread evenly over trainer.nodes = {nodes}; set "
+                f"it to a multiple of {nodes}"
+            )
+        if address is None:
+            if nodes > 1:
+                yield (
+                    f"network.ranks: with trainer.nodes = {nodes} say at which HOST:PORT ranks on "
+                    "other nodes meet rank 0"
+                )
+            return
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            yield f"network.ranks: {address!r} is no HOST:PORT, as trainer.example:29500 is"
 
     @property
     def token_budget(self) -> int:

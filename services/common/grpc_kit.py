@@ -1,9 +1,9 @@
 """gRPC as every service uses it: servers, channels, health, reflection, deadlines, retries,
 authentication.
 
-- `serve()` starts a grpc.aio server with reflection, the StatusService and, where a token is
-  configured, an interceptor that refuses calls without it; `grpc.health.v1` listens on a second,
-  plaintext port that carries nothing else.
+- `serve()` starts a grpc.aio server with reflection, the StatusService and limits. Where a token is
+  configured, calls without it are refused, where certificates are, connections without one; both
+  where both are. `grpc.health.v1` listens on a second, plaintext port that carries nothing else.
 - `channel()` opens an aio channel and `sync_channel()` a blocking one, with the same keepalive,
   limits and retry rules.
 - Unary calls need a deadline: pass `timeout=UNARY_DEADLINE_S` (or your own). Only calls in
@@ -11,26 +11,25 @@ authentication.
 """
 
 import asyncio
-import hmac
 import json
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
-from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 from headrace.v1 import status_pb2 as wire_status
 from headrace.v1 import status_pb2_grpc
 
+from services.common import grpc_access, grpc_tls
+from services.common.certificates import certificates_of
 from services.common.config import Network
 from services.common.errors import UserError
+from services.common.grpc_errors import abort as abort
 from services.common.lifecycle import Lifecycle
+from services.common.tokens import tokens_of
 
 UNARY_DEADLINE_S = 30.0
 """Of calls that have no reason to take longer."""
@@ -38,19 +37,30 @@ UNARY_DEADLINE_S = 30.0
 RETRY_BUFFER_BYTES = 16 << 20
 """A request is kept for a repetition up to this size; gRPC's own 256 KiB is less than one group."""
 
-KEEPALIVE_S = 20
-"""Both sides ping this often; a dead peer is found within KEEPALIVE_S + 10 s."""
+KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 20, 10
+"""Both sides ping this often, also while a call has no data, and wait so long for the answer: a
+dead peer is found within the sum of the two."""
 
 IDEMPOTENT = (
     "headrace.v1.PolicyService/ReportServing",
     "headrace.v1.StatusService/GetStatus",
-    "headrace.v1.ScorerService/Score",
 )
 """Calls that gRPC itself may repeat. PushDeltas is not here: the recorder repeats it under its
-sequence number."""
+sequence number. Nor are Score and Generate: what users' functions do would be done twice."""
 
-DOMAIN = "headrace"
-"""Of ErrorInfo."""
+CONNECTION_AGE_S = 600
+"""A server ends a connection after so long, so that new replicas get their share and new
+certificates are used; calls under way get as long again."""
+
+HANDSHAKE_S = 20
+"""A connection that says nothing for so long is closed."""
+
+MAX_STREAMS = 256
+"""Calls of one connection at a time; further ones wait in the client."""
+
+METADATA_BYTES = (8 << 10, 16 << 10)
+"""Of a call, headers and token together: above the second it is refused, between the two more and
+more often."""
 
 
 class PortTaken(UserError):
@@ -62,9 +72,13 @@ def _limits(network: Network) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", network.max_message_bytes),
         ("grpc.max_receive_message_length", network.max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
+        # Without it gRPC waits a minute for the answer to a ping, whatever keepalive_timeout says.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_metadata_size", METADATA_BYTES[0]),
+        ("grpc.absolute_max_metadata_size", METADATA_BYTES[1]),
     ]
 
 
@@ -75,7 +89,9 @@ def _channel_options(network: Network) -> list[tuple[str, Any]]:
         "initialBackoff": "0.2s",
         "maxBackoff": "3s",
         "backoffMultiplier": 2,
-        "retryableStatusCodes": ["UNAVAILABLE"],
+        # CANCELLED is how a server that stops answers a call which it has just received; the
+        # caller's own cancellation is not repeated.
+        "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
     }
     config = {
         "loadBalancingConfig": [{"round_robin": {}}],
@@ -93,132 +109,34 @@ def _channel_options(network: Network) -> list[tuple[str, Any]]:
     ]
 
 
-def read_token(network: Network) -> str | None:
-    """The bearer token, or None where no `network.token_file` is configured. Raises UserError
-    when it is unusable."""
-    if network.token_file is None:
-        return None
-    try:
-        token = Path(network.token_file).read_text().strip()
-    except OSError as error:
-        raise UserError(f"network.token_file: cannot be read: {error}") from error
-    if not token:
-        raise UserError(f"network.token_file: {network.token_file} is empty")
-    return token
-
-
 def channel(address: str, network: Network) -> grpc.aio.Channel:
     """An aio channel to `host:port` or `dns:///name:port`; it connects on first use and again by
-    itself."""
-    token = read_token(network)
-    interceptors: list[Any] = (
-        [] if token is None else [_AioUnaryToken(token), _AioStreamToken(token)]
-    )
-    return grpc.aio.insecure_channel(
-        address, options=_channel_options(network), interceptors=interceptors
+    itself. With TLS, the server's certificate must name that host."""
+    options = _channel_options(network)
+    interceptors = grpc_access.aio_interceptors(tokens_of(network))
+    certificates = certificates_of(network)
+    if certificates is None:
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    return grpc_tls.AioChannel(
+        certificates,
+        lambda credentials: grpc.aio.secure_channel(
+            address, credentials, options=options, interceptors=interceptors
+        ),
     )
 
 
 def sync_channel(address: str, network: Network) -> grpc.Channel:
     """A blocking channel, for threads that have no event loop."""
-    token = read_token(network)
-    plain = grpc.insecure_channel(address, options=_channel_options(network))
-    return plain if token is None else grpc.intercept_channel(plain, _SyncToken(token))
-
-
-def _authorised(metadata: Any, token: str) -> tuple[tuple[str, Any], ...]:
-    return (*(metadata or ()), ("authorization", f"Bearer {token}"))
-
-
-# Requests are one message in all our services, so only calls of that kind carry the token.
-
-
-class _AioUnaryToken(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        metadata = grpc.aio.Metadata(*_authorised(details.metadata, self._token))
-        return await continuation(details._replace(metadata=metadata), request)
-
-
-class _AioStreamToken(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        metadata = grpc.aio.Metadata(*_authorised(details.metadata, self._token))
-        return await continuation(details._replace(metadata=metadata), request)
-
-
-class _SyncToken(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
-):
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(_CallDetails(details, self._token), request)
-
-    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(_CallDetails(details, self._token), request)
-
-
-class _CallDetails(grpc.ClientCallDetails):
-    """A call's details with the token added."""
-
-    def __init__(self, details: Any, token: str) -> None:
-        self.method = details.method
-        self.timeout = details.timeout
-        self.metadata = _authorised(details.metadata, token)
-        self.credentials = details.credentials
-        self.wait_for_ready = details.wait_for_ready
-        self.compression = details.compression
-
-
-class _RequireToken(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses every call that does not carry the token."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
-    ) -> Any:
-        given = next((v for k, v in details.invocation_metadata if k == "authorization"), "")
-        if hmac.compare_digest(given.encode(), self._expected):
-            return await continuation(details)
-
-        async def refuse(_request: Any, context: Any) -> NoReturn:
-            await abort(
-                context,
-                grpc.StatusCode.UNAUTHENTICATED,
-                "UNAUTHENTICATED",
-                "a bearer token is needed: set network.token_file to the file that the server uses",
-            )
-
-        handler = await continuation(details)
-        match handler and (handler.request_streaming, handler.response_streaming):
-            case (True, True):
-                return grpc.stream_stream_rpc_method_handler(refuse)
-            case (True, False):
-                return grpc.stream_unary_rpc_method_handler(refuse)
-            case (False, True):
-                return grpc.unary_stream_rpc_method_handler(refuse)
-        return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-async def abort(
-    context: Any, code: grpc.StatusCode, reason: str, message: str, **metadata: str
-) -> NoReturn:
-    """End a call with a google.rpc.Status that carries ErrorInfo(reason, metadata)."""
-    info = any_pb2.Any()
-    info.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))
-    number = code_pb2.Code.Value(code.name)
-    status = rpc_status.to_status(status_pb2.Status(code=number, message=message, details=[info]))
-    await context.abort(status.code, status.details, status.trailing_metadata)
-    raise AssertionError("abort raises")
+    options = _channel_options(network)
+    certificates = certificates_of(network)
+    if certificates is None:
+        plain = grpc.insecure_channel(address, options=options)
+    else:
+        plain = grpc_tls.SyncChannel(
+            certificates,
+            lambda credentials: grpc.secure_channel(address, credentials, options=options),
+        )
+    return grpc_access.with_token(plain, tokens_of(network))
 
 
 class _Status(status_pb2_grpc.StatusServiceServicer):  # type: ignore[misc]
@@ -272,11 +190,18 @@ def check_port_free(host: str, port: int) -> None:
             ) from None
 
 
-def _listen(server: Any, host: str, port: int) -> int:
+def _listen(
+    server: Any, host: str, port: int, credentials: grpc.ServerCredentials | None = None
+) -> int:
     """Have the server listen; the port that it got. Raises PortTaken."""
     shown = f"[{host}]" if ":" in host else host
+    address = f"{shown}:{port}"
     try:
-        taken: int = server.add_insecure_port(f"{shown}:{port}")
+        taken: int = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
     except RuntimeError as error:
         raise PortTaken(
             f"cannot listen on {shown}:{port} ({error}); choose another port or network.host"
@@ -292,7 +217,8 @@ async def serve(
     """Start the gRPC server and the health server of a service.
 
     `register` holds (`add_XServicer_to_server`, servicer, full service name). Health follows
-    `lifecycle.ready`. Raises PortTaken, and UserError for an unusable host or token file.
+    `lifecycle.ready`. Raises PortTaken, and UserError for an unusable host, token file or
+    certificate.
     """
     for port in (network.grpc_port, network.health_port):
         check_port_free(network.host, port)
@@ -301,21 +227,27 @@ async def serve(
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.max_connection_age_ms", 600_000),
-        ("grpc.max_connection_age_grace_ms", 600_000),
+        ("grpc.max_connection_age_ms", CONNECTION_AGE_S * 1000),
+        ("grpc.max_connection_age_grace_ms", CONNECTION_AGE_S * 1000),
         ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", network.max_connections),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
     ]
-    token = read_token(network)
-    server = grpc.aio.server(
-        options=options, interceptors=[] if token is None else [_RequireToken(token)]
-    )
+    tokens, certificates = tokens_of(network), certificates_of(network)
+    # The rate first: who guesses tokens is slowed down, too.
+    interceptors: list[Any] = [grpc_access.LimitRate(network.max_requests_per_s)]
+    if tokens is not None:
+        interceptors.append(grpc_access.RequireToken(tokens))
+    server = grpc.aio.server(options=options, interceptors=interceptors)
     names = [reflection.SERVICE_NAME, "headrace.v1.StatusService"]
     status_pb2_grpc.add_StatusServiceServicer_to_server(_Status(lifecycle), server)
     for add, servicer, name in register:
         add(servicer, server)
         names.append(name)
     reflection.enable_server_reflection(names, server)
-    port = _listen(server, network.host, network.grpc_port)
+    credentials = None if certificates is None else grpc_tls.server_credentials(certificates)
+    port = _listen(server, network.host, network.grpc_port, credentials)
 
     health_server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]

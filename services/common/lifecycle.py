@@ -23,7 +23,9 @@ from typing import Any
 
 import structlog
 
-from services.common.errors import FENCED_STATUS, Fenced, UserError
+from services.common.errors import FENCED_STATUS, EndedWith, Fenced, UserError
+
+USER_ERROR_STATUS = 2
 
 
 @dataclass(frozen=True)
@@ -174,16 +176,27 @@ def exit_status(error: BaseException) -> int:
     the run has been taken over when any of them says so.
     """
     causes = list(_causes(error))
-    fenced = [cause for cause in causes if isinstance(cause, Fenced)]
-    if fenced:
-        print(f"error: {fenced[0]}", file=sys.stderr)
-        return FENCED_STATUS
-    if all(isinstance(cause, UserError) for cause in causes):
+    status = status_of(error)
+    if isinstance(error, EndedWith):
+        structlog.get_logger().info("ended", why=str(error), status=status)
+    elif status == FENCED_STATUS:
+        print(f"error: {next(c for c in causes if isinstance(c, Fenced))}", file=sys.stderr)
+    elif status == USER_ERROR_STATUS:
         for line in dict.fromkeys(line for cause in causes for line in str(cause).splitlines()):
             print(f"error: {line}", file=sys.stderr)
-        return 2
-    structlog.get_logger().error("failed", exc_info=error)
-    return 1
+    else:
+        structlog.get_logger().error("failed", exc_info=error)
+    return status
+
+
+def status_of(error: BaseException) -> int:
+    """What a process that ends by `error` returns; nothing is said."""
+    if isinstance(error, EndedWith):
+        return error.status
+    causes = list(_causes(error))
+    if any(isinstance(cause, Fenced) for cause in causes):
+        return FENCED_STATUS
+    return USER_ERROR_STATUS if all(isinstance(cause, UserError) for cause in causes) else 1
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -206,9 +219,13 @@ def run(
     async def supervised() -> None:
         lifecycle = lifecycle_of()
         loop = asyncio.get_running_loop()
+        signals = 0
 
         def stop() -> None:
-            if lifecycle.stopping.is_set():
+            # Counted, since others than a signal may have asked it to stop.
+            nonlocal signals
+            signals += 1
+            if signals > 1:
                 os._exit(130)
             lifecycle.enter("draining")
             lifecycle.stopping.set()

@@ -28,6 +28,7 @@ from headrace.v1 import metrics_pb2_grpc
 
 from services.common import columns
 from services.common.config import Recorder as Settings
+from services.common.grpc_errors import retry_after_s
 from services.common.partials import Count, Observation, Partial, Ratio
 
 PUSH_DEADLINE_S = 10.0
@@ -42,7 +43,8 @@ per group, and never dropped: the ledger must balance."""
 
 HOPELESS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
 """Answers that the same batch would get again: it breaks a rule, or is larger than
-`network.max_message_bytes`. It is dropped and counted; all others wait behind it otherwise."""
+`network.max_message_bytes`. It is dropped and counted; all others wait behind it otherwise. Not so
+where the server says when to try again: then it was asked too often (RetryInfo)."""
 
 REFUSED, MERGED, DROPPED = (f"recorder/{what}_total" for what in ("refused", "merged", "dropped"))
 """The recorder's own counts, in calls and partials; these partials are never dropped."""
@@ -254,7 +256,8 @@ class Recorder:
         if known is not kind or found is None:
             self._refuse_locked(key, f"recorded as {known.__name__} and as {kind.__name__}")
             return None
-        found.end_s = now_s
+        # The caller's moment was before it had the lock: another thread's may be later.
+        found.begin_s, found.end_s = min(found.begin_s, now_s), max(found.end_s, now_s)
         return found.partial
 
     def _refuse(self, key: str, why: str) -> None:
@@ -360,7 +363,7 @@ class Recorder:
             answer = self._stub.PushDeltas(batch.request, timeout=deadline_s)
         except grpc.RpcError as error:
             call = cast(grpc.Call, error)
-            if call.code() not in HOPELESS:
+            if call.code() not in HOPELESS or retry_after_s(error) is not None:
                 self._troubled(call.code().name, call.details())
                 return False
             structlog.get_logger().error(

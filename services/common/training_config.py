@@ -157,7 +157,10 @@ class Trainer(Section):
     """Trained tokens of one packed row (bounds the logits); `token_budget` by default."""
     ranks: Annotated[int, Field(ge=1)] = 1
     """Processes that train together, each with a row of every micro-batch and a part of weights and
-    moments (FSDP2); on one machine, a GPU each where there are GPUs."""
+    moments (FSDP2), a GPU each where there are GPUs."""
+    nodes: Annotated[int, Field(ge=1)] = 1
+    """Machines that the ranks are on, equally many each: `headrace trainer RECIPE --node N` on
+    every one. More in docs/multi-node.md."""
     attention: Literal["blocks", "flex"] = "blocks"
     """How tokens of a packed row attend: by calls of scaled_dot_product_attention for blocks of the
     row, on any device, or by one of flex_attention, for GPUs only."""

@@ -4,7 +4,9 @@ waits_for: requests, room in `groups`, policy versions. unblocked_by: the traine
 """
 
 import asyncio
+import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import uuid
@@ -16,7 +18,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from headrace.v1 import generator_pb2_grpc, metrics_pb2, rollout_pb2
 
-from services.common import grpc_kit, queue
+from services.common import grpc_kit, queue, secret_keys
 from services.common.background import unless, within
 from services.common.command import Invocation
 from services.common.config import Recipe
@@ -81,8 +83,8 @@ class Replica:
         """Finished, and on their way to the next stream."""
         self._servicer = Servicer(lambda: lifecycle.phase)
 
-    async def run(self) -> None:
-        """Start, serve until asked to stop, drain."""
+    async def run(self) -> bool:
+        """Start, serve until asked to stop, drain. Whether it came so far as to serve."""
         recipe, lifecycle = self._recipe, self._lifecycle
         register = [
             (
@@ -115,8 +117,9 @@ class Replica:
                 stop.cancel()
             elif not lifecycle.ready and not self._groups:
                 await cancel(body)  # still starting: nothing is held
-                return
+                return False
             await body
+            return True
         finally:
             await asyncio.to_thread(recorder.close)
             client.close()
@@ -177,7 +180,7 @@ class Replica:
         recipe, lifecycle = self._recipe, self._lifecycle
         settings = recipe.queue
         connection = await queue.connect(
-            settings.url,
+            secret_keys.queue_url(settings),
             run=recipe.run,
             claim_after_s=settings.claim_after_s,
             waiting=lifecycle.enter,
@@ -428,4 +431,16 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     """Run a generator until SIGTERM."""
     # Meanwhile the trainer is waited for, and status calls are answered.
     importing = asyncio.create_task(asyncio.to_thread(_import_engine))
-    await Replica(invocation, lifecycle, importing=importing).run()
+    if not await Replica(invocation, lifecycle, importing=importing).run():
+        _leave()
+
+
+def _leave() -> None:
+    """End the process at once, with status 0. vLLM is imported and started in threads, which
+    nothing can stop and Python would wait for: most of a minute, for an engine of no use.
+    """
+    for child in multiprocessing.active_children():  # the engine's own
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -3,6 +3,7 @@ user's mistake, what it cannot do is a failure.
 """
 
 import ipaddress
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from urllib.parse import quote
 
 import httpx
 
+from services.common import tokens
 from services.common.errors import UserError
 from services.launcher.errors import RunFailed
 
@@ -47,6 +49,17 @@ class Answer:
         if isinstance(moment, str):
             moment = datetime.fromisoformat(moment).timestamp()
         return self.now.timestamp() - moment
+
+
+@dataclass(frozen=True)
+class Access:
+    """What an aggregator may ask for."""
+
+    token_file: Path | None = None
+    """Its first line is sent as the bearer token."""
+    ca_file: Path | None = None
+    """Who may have signed the certificate of an https address; the system's authorities by
+    default."""
 
 
 class Aggregator:
@@ -110,16 +123,22 @@ class Aggregator:
 
 
 @contextmanager
-def asking(url: str, *, token_file: Path | None) -> Iterator[Aggregator]:
+def asking(url: str, *, access: Access) -> Iterator[Aggregator]:
     """The aggregator at an address, while the block reads its answers. Raises UserError for an
-    address or token that is not right, and where the block does not find what it reads.
+    address, token or certificate that is not right, and where the block does not find what it
+    reads.
     """
     address = _address(url)
-    token = None if token_file is None else _read_token(token_file)
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    headers = {}
+    if access.token_file is not None:
+        first, *_ = tokens.read(access.token_file, key="--token-file")
+        headers = {"Authorization": f"Bearer {first}"}
     # On this machine a proxy of the environment must not come between.
     with httpx.Client(
-        headers=headers, timeout=TIMEOUT_S, trust_env=not _is_here(address.host)
+        headers=headers,
+        timeout=TIMEOUT_S,
+        trust_env=not _is_here(address.host),
+        verify=True if access.ca_file is None else _trusting(access.ca_file),
     ) as http:
         try:
             yield Aggregator(address, http)
@@ -149,14 +168,11 @@ def _address(url: str) -> httpx.URL:
     return address
 
 
-def _read_token(path: Path) -> str:
+def _trusting(ca_file: Path) -> ssl.SSLContext:
     try:
-        token = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--token-file: cannot be read: {error}") from None
-    if not token or not token.isascii() or not token.isprintable():
-        raise UserError(f"--token-file: {path} holds no token (one line of printable ASCII)")
-    return token
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise UserError(f"--ca-file: {ca_file} holds no PEM certificates ({error})") from None
 
 
 def _is_here(host: str) -> bool:

@@ -13,6 +13,10 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 TokenFile = Annotated[
     Path | None, typer.Option(metavar="F", help="The file of network.token_file, if any.")
 ]
+CaFile = Annotated[
+    Path | None,
+    typer.Option(metavar="F", help="For https: PEM certificates of who signed the aggregator's."),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the REST interface's answer as it is, for scripts.")
 ]
@@ -52,16 +56,18 @@ def verdict(
         typer.Option(metavar="X", help="Also predict a step with that stage X times as fast."),
     ] = None,
     token_file: TokenFile = None,
+    ca_file: CaFile = None,
 ) -> None:
     """Say which stage holds a run back, what it costs, and what to turn next."""
     from services.launcher import tables, verdict_command
+    from services.launcher.asking import Access
 
     verdict_command.show(
         url,
         run=run,
         window=window,
         speed_up=speed_up,
-        token_file=token_file,
+        access=Access(token_file, ca_file),
         console=tables.console(),
     )
 
@@ -100,12 +106,14 @@ def metrics(
     ] = False,
     as_json: AsJson = False,
     token_file: TokenFile = None,
+    ca_file: CaFile = None,
 ) -> None:
     """Show what a run measures: a table of all latest values, or the history of some keys.
 
     An absent value is an em dash. With --json each KEY's answer is a line of its own.
     """
     from services.launcher import metrics_command, tables
+    from services.launcher.asking import Access
 
     metrics_command.show(
         url,
@@ -122,7 +130,7 @@ def metrics(
             by_producer=by_producer,
         ),
         as_json=as_json,
-        token_file=token_file,
+        access=Access(token_file, ca_file),
         console=tables.console(),
     )
 
@@ -141,32 +149,39 @@ def ledger(
     ] = None,
     as_json: AsJson = False,
     token_file: TokenFile = None,
+    ca_file: CaFile = None,
 ) -> None:
     """Say where every group of a run is: trained, dropped and why, given up, or in flight.
 
     dispatched = trained + rolled back + dropped + given up + in flight, or it says so.
     """
     from services.launcher import ledger_command, tables
+    from services.launcher.asking import Access
 
     ledger_command.show(
         url,
         run=run,
         view=ledger_command.view(group=group, row=row, step=step),
         as_json=as_json,
-        token_file=token_file,
+        access=Access(token_file, ca_file),
         console=tables.console(),
     )
 
 
 @runs.command("list", epilog="Example: `headrace runs list http://localhost:8080`")
-def list_runs(url: Url, as_json: AsJson = False, token_file: TokenFile = None) -> None:
+def list_runs(
+    url: Url, as_json: AsJson = False, token_file: TokenFile = None, ca_file: CaFile = None
+) -> None:
     """List all runs, the one heard of last first.
 
     Gaps are batches of metrics that have not arrived although later ones did.
     """
     from services.launcher import runs_command, tables
+    from services.launcher.asking import Access
 
-    runs_command.show_runs(url, as_json=as_json, token_file=token_file, console=tables.console())
+    runs_command.show_runs(
+        url, as_json=as_json, access=Access(token_file, ca_file), console=tables.console()
+    )
 
 
 @runs.command("delete", epilog="Example: `headrace runs delete http://localhost:8080 demo --yes`")
@@ -175,12 +190,18 @@ def delete_run(
     run: RunName,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     token_file: TokenFile = None,
+    ca_file: CaFile = None,
 ) -> None:
     """Delete all that the aggregator knows of a run. It cannot be brought back."""
     from services.launcher import runs_command, tables
+    from services.launcher.asking import Access
 
     if not runs_command.delete(
-        url, run=run, without_asking=yes, token_file=token_file, console=tables.console()
+        url,
+        run=run,
+        without_asking=yes,
+        access=Access(token_file, ca_file),
+        console=tables.console(),
     ):
         raise typer.Exit(DECLINED_STATUS)
 
@@ -202,15 +223,17 @@ def keep_run(
     ],
     as_json: AsJson = False,
     token_file: TokenFile = None,
+    ca_file: CaFile = None,
 ) -> None:
     """Say how long a run is kept."""
     from services.launcher import runs_command, tables
+    from services.launcher.asking import Access
 
     runs_command.keep(
         url,
         run=run,
         how_long=days,
         as_json=as_json,
-        token_file=token_file,
+        access=Access(token_file, ca_file),
         console=tables.console(),
     )

@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from services.common import config
+from services.common import config, secret_keys
 from services.common.config import without_passwords
 from services.common.dead_letters import LETTER_ID, DeadLetters, Letter, decode
 from services.common.errors import UserError
@@ -39,7 +39,8 @@ T = TypeVar("T")
 class Place:
     """Where the dead letters of a run are."""
 
-    url: str
+    url: str = field(repr=False)
+    """To connect with; it may hold a password."""
     run: str
     embedded: bool = False
     """True where `headrace run` starts the server."""
@@ -60,8 +61,9 @@ def find(where: str, *, run: str | None) -> Place:
         )
     overrides = [] if run is None else [f"run={run}"]
     recipe = config.load(Path(where), overrides=overrides)
-    if recipe.queue.url is not None:
-        return Place(recipe.queue.url, recipe.run)
+    url = secret_keys.queue_url(recipe.queue)
+    if url is not None:
+        return Place(url, recipe.run)
     url = embedded_queue.configured_url(recipe.run_folder / "queue")
     if url is None:
         raise UserError(

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.common.errors import UserError
-from services.launcher.asking import asking, run_path
+from services.launcher.asking import Access, asking, run_path
 from services.launcher.figures import ABSENT, number, whole
 from services.launcher.tables import pass_on, plain_table, say, show_table
 
@@ -62,7 +61,7 @@ def show(
     run: str,
     view: View,
     as_json: bool,
-    token_file: Path | None,
+    access: Access,
     console: Console,
 ) -> None:
     """Print the ledger of a run, or the way of a group, or the groups of a row or step.
@@ -71,7 +70,7 @@ def show(
     never heard of or has pruned; RunFailed when the aggregator cannot answer.
     """
     path = run_path(run, *view.path)
-    with asking(url, token_file=token_file) as aggregator:
+    with asking(url, access=access) as aggregator:
         answer = aggregator.get(path)
         if as_json:
             pass_on(answer.text)

@@ -3,11 +3,14 @@ nothing.
 """
 
 import asyncio
+import ssl
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import httpx
+
+from services.common.tokens import Tokens
 
 TIMEOUT_S = 5.0
 """Of one query."""
@@ -33,11 +36,17 @@ class MetricsClient:
     answer.
     """
 
-    def __init__(self, url: str, *, run: str, token: str | None) -> None:
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    def __init__(
+        self, url: str, *, run: str, tokens: Tokens | None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        headers = {} if tokens is None else {"Authorization": f"Bearer {tokens.sent}"}
         # The aggregator is on this machine: a proxy of the environment must not come between.
         self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False
+            base_url=url,
+            headers=headers,
+            timeout=TIMEOUT_S,
+            trust_env=False,
+            verify=True if tls is None else tls,
         )
         self._run = f"/api/v1/runs/{quote(run)}"
 

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.common.errors import UserError
-from services.launcher.asking import Aggregator, Answer, asking, run_path
+from services.launcher.asking import Access, Aggregator, Answer, asking, run_path
 from services.launcher.figures import ABSENT, ago, number, sparkline
 from services.launcher.tables import COLUMN_GAP, pass_on, plain_table, say, show_table
 
@@ -58,7 +57,7 @@ def show(
     match: str | None,
     span: Span,
     as_json: bool,
-    token_file: Path | None,
+    access: Access,
     console: Console,
 ) -> None:
     """Print the latest value of every metric (whose key `match` finds), or the histories of keys.
@@ -71,7 +70,7 @@ def show(
         raise UserError("--match: finds keys in the list of all metrics; leave it out or the KEYs")
     if not keys and span.given():
         raise UserError(f"{span.given()[0]}: is about the history of a KEY; name one or more")
-    with asking(url, token_file=token_file) as aggregator:
+    with asking(url, access=access) as aggregator:
         if not keys:
             answers = [aggregator.get(path, match=match)]
         else:

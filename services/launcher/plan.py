@@ -53,11 +53,13 @@ class Addresses:
     queue_port: int | None
     """Of the embedded queue server; None with a server of the user's."""
     host: str
+    tls: bool = False
+    """Whether REST is HTTPS."""
 
     @property
     def page(self) -> str:
         """The aggregator's URL for people."""
-        return f"http://{self.host}:{self.http_port}"
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.http_port}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def choose_addresses(recipe: Recipe) -> Addresses:
         queue_url=url if url is not None else f"redis://{LOOPBACK}:{queue}/0",
         queue_port=None if url is not None else queue,
         host=LOOPBACK if network.host in ANY_ADDRESS else network.host,
+        tls=network.tls_cert_file is not None,
     )
 
 

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import httpx
 from rich.console import Console
 
-from services.common import config, experiment
+from services.common import config, experiment, secret_keys
+from services.common.certificates import client_context
 from services.common.config import Recipe, without_passwords
 from services.common.errors import UserError
-from services.common.grpc_kit import read_token
+from services.common.tokens import tokens_of
 from services.launcher import (
     checks,
     embedded_queue,
@@ -107,15 +108,17 @@ def run(
         )
         return 0
     checks.check_recipe(recipe)
-    embedded_queue.check(recipe.queue.url, run=recipe.run)
+    checks.check_one_machine(recipe)
+    queue_url = secret_keys.queue_url(recipe.queue)
+    embedded_queue.check(queue_url, run=recipe.run)
     ports.check_http_port(recipe)
     if not fresh and before is None:
         _check_no_such_run(recipe)
     hold = folder.claim(place, fresh=fresh)
     try:
-        if fresh and recipe.queue.url is not None:
+        if fresh and queue_url is not None:
             # Only now: with the folder held, no launcher is at work on these keys.
-            embedded_queue.delete_keys(recipe.queue.url, run=recipe.run)
+            embedded_queue.delete_keys(queue_url, run=recipe.run)
         if before is not None:
             console.print(f"run {recipe.run} goes on", markup=False, highlight=False)
         model = resolve_model(recipe.model.path, console=console)
@@ -151,7 +154,7 @@ def _as_long(before: Recipe, now: Recipe) -> bool:
 
 def _check_no_such_run(recipe: Recipe) -> None:
     """A queue server of the user's must not hold another run of this name."""
-    url = recipe.queue.url
+    url = secret_keys.queue_url(recipe.queue)
     if url is not None and embedded_queue.has_keys(url, run=recipe.run):
         raise UserError(
             f"run: the queue server at {without_passwords(url)} already holds a run named "
@@ -177,7 +180,10 @@ class _River:
         """Start, watch, stop; the exit status."""
         recipe = self._start.recipe
         metrics = MetricsClient(
-            self._addresses.page, run=recipe.run, token=read_token(recipe.network)
+            self._addresses.page,
+            run=recipe.run,
+            tokens=tokens_of(recipe.network),
+            tls=client_context(recipe.network),
         )
         async with Supervisor() as supervisor:
             loop = asyncio.get_running_loop()

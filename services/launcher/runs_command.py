@@ -2,14 +2,13 @@
 
 import math
 import sys
-from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from services.common.errors import UserError
-from services.launcher.asking import Answer, asking, run_path
+from services.launcher.asking import Access, Answer, asking, run_path
 from services.launcher.figures import ABSENT, ago, number, whole
 from services.launcher.tables import pass_on, plain_table, say, show_table
 
@@ -17,13 +16,13 @@ FOREVER, DEFAULT = "forever", "default"
 """Instead of a number of days: never deleted; as long as the aggregator keeps runs."""
 
 
-def show_runs(url: str, *, as_json: bool, token_file: Path | None, console: Console) -> None:
+def show_runs(url: str, *, as_json: bool, access: Access, console: Console) -> None:
     """Print a table of all runs, the one heard of last first.
 
     Raises UserError for an address or token that is not right, RunFailed when the aggregator cannot
     answer.
     """
-    with asking(url, token_file=token_file) as aggregator:
+    with asking(url, access=access) as aggregator:
         answer = aggregator.get("runs")
         if as_json:
             pass_on(answer.text)
@@ -57,16 +56,14 @@ def show_runs(url: str, *, as_json: bool, token_file: Path | None, console: Cons
             say(console, "no runs")
 
 
-def delete(
-    url: str, *, run: str, without_asking: bool, token_file: Path | None, console: Console
-) -> bool:
+def delete(url: str, *, run: str, without_asking: bool, access: Access, console: Console) -> bool:
     """Delete all that the aggregator knows of a run, after a yes on the terminal; False after a no.
 
     Raises UserError for an address, token or run that is not right, and where there is no terminal
     to ask on; RunFailed when the aggregator cannot do it.
     """
     path = run_path(run)
-    with asking(url, token_file=token_file) as aggregator:
+    with asking(url, access=access) as aggregator:
         answer = aggregator.get(path)
         what = f"run {answer.body['run']} ({_extent(answer)})"
         if not without_asking:
@@ -84,7 +81,7 @@ def delete(
 
 
 def keep(
-    url: str, *, run: str, how_long: str, as_json: bool, token_file: Path | None, console: Console
+    url: str, *, run: str, how_long: str, as_json: bool, access: Access, console: Console
 ) -> None:
     """Keep a run for a number of days after it was last heard of, "forever", or ("default") as long
     as the aggregator keeps runs.
@@ -94,7 +91,7 @@ def keep(
     """
     path = run_path(run)
     keep_days = _days(how_long)
-    with asking(url, token_file=token_file) as aggregator:
+    with asking(url, access=access) as aggregator:
         answer = aggregator.patch(path, {"keep_days": keep_days})
         if as_json:
             pass_on(answer.text)

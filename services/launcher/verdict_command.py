@@ -1,14 +1,13 @@
 """`headrace verdict`: asks an aggregator what holds a run back, and prints it."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher.asking import asking, run_path
+from services.launcher.asking import Access, asking, run_path
 from services.launcher.figures import ABSENT, number, percent
 from services.launcher.tables import plain_table, say, show_table
 
@@ -19,7 +18,7 @@ def show(
     run: str,
     window: int | None,
     speed_up: float | None,
-    token_file: Path | None,
+    access: Access,
     console: Console,
 ) -> None:
     """Print the verdict on a run: the sentence, what to turn next, and the evidence.
@@ -28,7 +27,7 @@ def show(
     aggregator cannot answer.
     """
     path = run_path(run, "verdict")
-    with asking(url, token_file=token_file) as aggregator:
+    with asking(url, access=access) as aggregator:
         answer = aggregator.get(path, window=window, speed_up=speed_up).body
         for text in (answer["sentence"], f"next: {answer['knob']}", _rests_on(answer)):
             say(console, text)

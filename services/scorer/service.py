@@ -14,7 +14,7 @@ import grpc
 import structlog
 from headrace.v1 import metrics_pb2, rollout_pb2, scorer_pb2, scorer_pb2_grpc
 
-from services.common import grpc_kit, lifecycle, queue, workers
+from services.common import grpc_kit, lifecycle, queue, secret_keys, workers
 from services.common.background import guarded, unless, within
 from services.common.command import Invocation
 from services.common.config import Recipe
@@ -273,7 +273,7 @@ async def prepare(
 ) -> queue.QueueClient:
     """Reach the queue server and start the workers, saying what is waited for. Raises UserError."""
     client = await queue.connect(
-        recipe.queue.url,
+        secret_keys.queue_url(recipe.queue),
         run=recipe.run,
         claim_after_s=recipe.queue.claim_after_s,
         waiting=state.enter,

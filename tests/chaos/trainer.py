@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from services.common.command import service_command
+from services.common.command import service_command_of_nodes
 from services.trainer import service, training
 from services.trainer.learner import Learner
 from services.trainer.training import Training
@@ -58,4 +58,4 @@ if __name__ == "__main__":
     # The service itself, but for these two classes.
     vars(training)["Learner"] = WatchedLearner
     vars(service)["Training"] = WatchedTraining
-    typer.run(service_command("trainer", service.main, "A trainer with a witness."))
+    typer.run(service_command_of_nodes("trainer", service.main, "A trainer with a witness."))

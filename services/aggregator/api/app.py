@@ -21,23 +21,32 @@ from services.aggregator.api import (
     prometheus,
     prometheus_query,
     runs,
+    scale,
     stream,
     verdict,
 )
 from services.aggregator.api.backend import Backend
+from services.aggregator.api.limits import Limits
 from services.aggregator.promql.names import Names
+from services.common.config import Network
+from services.common.tokens import Tokens
 
 PROBE_S = 2.0
 """A store that has not written one row within this time is not ready."""
 
 
 def create_app(
-    backend: Backend, *, token: str | None = None, clock: Callable[[], float] = time.time
+    backend: Backend,
+    *,
+    tokens: Tokens | None = None,
+    needs_certificate: bool = False,
+    max_requests_per_s: float = Network().max_requests_per_s,
+    clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The aggregator's HTTP side; `clock` tells seconds since 1970.
 
-    With a token all data needs it; /healthz, /readyz and what is the same for everyone (/docs,
-    /openapi.json) do not.
+    With tokens all data needs one, with `needs_certificate` and without tokens a client's
+    certificate; /healthz, /readyz and what is the same for everyone (/docs, /openapi.json) do not.
     """
     app = FastAPI(
         title="Headrace aggregator",
@@ -50,12 +59,15 @@ def create_app(
         redoc_url=None,
     )
     problems.install(app)
+    app.add_middleware(Limits, per_s=max_requests_per_s)
     docs.install(app, backend.catalogue)
     app.include_router(_probes(backend))
-    needs_token = [Depends(access.token_check(token))]
+    allowed = access.check(tokens, needs_certificate=needs_certificate)
+    needs_token = [Depends(allowed)]
     checks = [*needs_token, Depends(parameters.refuse_unknown)]
     for part in (runs, metrics, histories, export, stream, verdict):
         app.include_router(part.router(backend), dependencies=checks)
+    app.include_router(scale.router(backend, clock=clock), dependencies=checks)
     # After those of runs: groups/counts is no group.
     app.include_router(ledger.router(backend, clock=clock), dependencies=checks)
     names = Names(backend.catalogue)

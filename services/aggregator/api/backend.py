@@ -30,6 +30,8 @@ class Backend:
     """How long a run is kept after it was last heard of, where it says nothing itself."""
     stuck_after_s: float = Ledger().stuck_after_s
     """Groups in flight for longer are named."""
+    run: str | None = None
+    """The run of the aggregator's own recipe."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server is to end: what would go on for ever ends too."""
     intake: Intake = field(default_factory=Intake)

@@ -26,17 +26,23 @@ def binaries() -> Path | None:
 
 
 @contextmanager
-def server(programs: Path) -> Iterator[str]:
-    """Run a server on a free loopback port; yields its URL up to the database's name."""
+def server(programs: Path, *, password: str | None = None) -> Iterator[str]:
+    """Run a server on a free loopback port, which asks for `password` where one is given; yields
+    its URL up to the database's name, without it."""
     folder = Path(tempfile.mkdtemp(prefix="postgres-"))
     who: list[str] = []
     if os.geteuid() == 0:
         shutil.chown(folder, ACCOUNT)
         who = ["runuser", "-u", ACCOUNT, "--"]
     data, port = folder / "data", free_port()
+    access = ["-A", "trust"]
+    if password is not None:
+        (folder / "password").write_text(password)
+        shutil.chown(folder / "password", folder.owner())
+        access = ["-A", "scram-sha-256", f"--pwfile={folder}/password"]
     try:
         subprocess.run(
-            [*who, str(programs / "initdb"), "-D", str(data), "-U", "tests", "-A", "trust", "-N"],
+            [*who, str(programs / "initdb"), "-D", str(data), "-U", "tests", *access, "-N"],
             check=True,
             capture_output=True,
             cwd=folder,

@@ -10,6 +10,7 @@ from services.aggregator.api.backend import Backend
 from services.aggregator.catalogue import CATALOGUE
 from services.aggregator.ingest import Ingest
 from services.aggregator.store import Store
+from services.common.tokens import Tokens
 from tests.services.aggregator.asking import problem, strict
 from tests.services.aggregator.making import (
     NAN,
@@ -221,7 +222,7 @@ async def test_the_document_is_what_the_bundled_page_renders(client: httpx.Async
 
 
 async def test_with_a_token_all_data_needs_it(backend: Backend) -> None:
-    transport = httpx.ASGITransport(create_app(backend, token="s3cret"))
+    transport = httpx.ASGITransport(create_app(backend, tokens=Tokens("s3cret")))
     async with httpx.AsyncClient(transport=transport, base_url="http://aggregator") as client:
         for path in ("/healthz", "/readyz", "/docs", "/docs/metrics", "/openapi.json"):
             assert (await client.get(path)).status_code == 200, path

@@ -7,6 +7,7 @@ from services.aggregator.api import histories
 from services.aggregator.api.app import create_app
 from services.aggregator.api.backend import Backend
 from services.aggregator.ingest import Ingest
+from services.common.tokens import Tokens
 from tests.services.aggregator.asking import problem, strict
 from tests.services.aggregator.making import NAN, Producer, count, observed
 
@@ -97,7 +98,7 @@ async def test_many_histories_share_the_points(
 
 
 async def test_the_token_is_needed_here_too(backend: Backend) -> None:
-    transport = httpx.ASGITransport(create_app(backend, token="s3cret"))
+    transport = httpx.ASGITransport(create_app(backend, tokens=Tokens("s3cret")))
     async with httpx.AsyncClient(transport=transport, base_url="http://aggregator") as client:
         for path in ("history?run=a&key=b", "runs/a/metrics/b", "runs/a/export"):
             assert "bearer token" in await problem(client, f"/api/v1/{path}", 401)

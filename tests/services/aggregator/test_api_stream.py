@@ -14,12 +14,13 @@ import httpx
 import pytest
 import uvicorn
 
-from services.aggregator import service
+from services.aggregator import http_server
 from services.aggregator.api import feed, stream
 from services.aggregator.api.app import create_app
 from services.aggregator.api.backend import Backend
 from services.aggregator.ingest import Ingest
 from services.aggregator.store import Store
+from services.common.tokens import Tokens
 from tests.services.aggregator.asking import problem, strict_json
 from tests.services.aggregator.making import INF, NAN, NOW_S, Producer, count, observed
 from tests.services.aggregator.test_service import serving as aggregator
@@ -44,9 +45,9 @@ async def served(backend: Backend) -> AsyncIterator[httpx.AsyncClient]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    backend: Backend, *, token: str | None = None
+    backend: Backend, *, tokens: Tokens | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(backend, token=token)
+    app = create_app(backend, tokens=tokens)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         task = asyncio.create_task(server.serve(sockets=[listening]))
@@ -365,7 +366,7 @@ async def test_what_cannot_be_streamed_says_what_to_do(
 
 async def test_the_stream_needs_the_token(backend: Backend, ingest: Ingest) -> None:
     send(ingest, 1)
-    async with serving(backend, token="s3cret") as client:
+    async with serving(backend, tokens=Tokens("s3cret")) as client:
         assert (await client.get(STREAM)).status_code == 401
         async with listening(client, Authorization="Bearer s3cret") as listener:
             assert (await listener.event()).name == "line"
@@ -382,6 +383,6 @@ async def test_a_stream_does_not_hold_the_aggregators_end_up(tmp_path: Path) -> 
         await listener.event()
         began_s = time.monotonic()
     # With the stream open: it ended by itself, before open connections are cut.
-    assert time.monotonic() - began_s < service.DRAIN_S
+    assert time.monotonic() - began_s < http_server.DRAIN_S
     assert await listener.ended()
     await stack.aclose()

@@ -16,6 +16,7 @@ from services.aggregator.reduce import REDUCTIONS
 from services.aggregator.series import find_run
 from services.aggregator.store import Store
 from services.aggregator.window import STEP_PARTS, Window
+from services.common.tokens import Tokens
 from tests.services.aggregator.making import Build, Producer, count, observed, ratio
 
 PATH = "/api/v1/runs/demo/verdict"
@@ -216,6 +217,6 @@ async def test_mistakes_are_problems(
 
 
 async def test_the_verdict_needs_the_token(backend: Backend) -> None:
-    transport = httpx.ASGITransport(create_app(backend, token="s3cret"))
+    transport = httpx.ASGITransport(create_app(backend, tokens=Tokens("s3cret")))
     async with httpx.AsyncClient(transport=transport, base_url="http://aggregator") as client:
         assert (await client.get(PATH)).status_code == 401

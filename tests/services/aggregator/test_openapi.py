@@ -24,6 +24,7 @@ from services.aggregator.api.backend import Backend
 from services.aggregator.batch import decode
 from services.aggregator.ingest import Ingest
 from services.common.columns import Item
+from services.common.tokens import Tokens
 from tests.services.aggregator.making import (
     INF,
     NAN,
@@ -90,7 +91,7 @@ def fill(ingest: Ingest) -> None:
 @pytest.fixture
 def app(backend: Backend, ingest: Ingest) -> FastAPI:
     fill(ingest)
-    return create_app(backend, token=TOKEN)
+    return create_app(backend, tokens=Tokens(TOKEN))
 
 
 def operations(app: FastAPI) -> Iterator[Any]:

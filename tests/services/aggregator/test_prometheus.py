@@ -18,6 +18,7 @@ from services.aggregator.exposition import Exposed, Sample
 from services.aggregator.ingest import Ingest
 from services.aggregator.metric import ALL, Catalogue, Metric
 from services.aggregator.promql.names import Names
+from services.common.tokens import Tokens
 from tests.services.aggregator.making import INF, NAN, NOW_S, Producer, count, observed, ratio
 from tests.services.aggregator.test_service import serving
 
@@ -225,7 +226,7 @@ async def test_batches_are_counted_as_they_are_answered(tmp_path: Path) -> None:
 
 
 async def test_it_needs_the_token_where_there_is_one(backend: Backend) -> None:
-    transport = httpx.ASGITransport(create_app(backend, token="s3cret"))
+    transport = httpx.ASGITransport(create_app(backend, tokens=Tokens("s3cret")))
     async with httpx.AsyncClient(transport=transport, base_url="http://aggregator") as client:
         for path in ("/metrics", "/prometheus/api/v1/query?query=1"):
             assert (await client.get(path)).status_code == 401

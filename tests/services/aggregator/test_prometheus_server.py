@@ -14,6 +14,7 @@ from services.aggregator.api.backend import Backend
 from services.aggregator.catalogue import CATALOGUE
 from services.aggregator.ingest import Ingest
 from services.aggregator.store import Store
+from services.common.tokens import Tokens
 from tests.services.aggregator import prometheus_server
 from tests.services.aggregator.making import Producer, count, observed
 from tests.services.aggregator.prometheus_server import Api, wait_until
@@ -52,7 +53,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     prometheus_server.backfill(record_past(ingest, begin_s), folder)
     record_live(ingest)
     with ThreadPoolExecutor(1) as writer:
-        app = create_app(Backend(store, CATALOGUE, writer), token=TOKEN)
+        app = create_app(Backend(store, CATALOGUE, writer), tokens=Tokens(TOKEN))
         with (
             prometheus_server.serving(app) as port,
             prometheus_server.prometheus(folder, scraped_port=port, token=TOKEN) as real,

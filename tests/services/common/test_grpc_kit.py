@@ -264,14 +264,6 @@ async def test_a_missing_or_wrong_token_is_refused_on_all_kinds_of_calls(
     assert servicer.answered == []
 
 
-def test_an_unusable_token_file_is_a_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"network\.token_file: cannot be read"):
-        grpc_kit.read_token(Network(token_file=str(tmp_path / "missing")))
-    (tmp_path / "empty").write_text(" \n")
-    with pytest.raises(UserError, match="is empty"):
-        grpc_kit.read_token(Network(token_file=str(tmp_path / "empty")))
-
-
 # Errors and limits
 
 

@@ -271,6 +271,17 @@ def test_a_step_that_cannot_be_costs_its_own_partial_only(bench: Bench) -> None:
     assert bench.aggregator.counts() == {"a": 2, module.REFUSED: 2}
 
 
+def test_a_thread_whose_moment_was_earlier_may_come_second(bench: Bench) -> None:
+    recorder = bench.recorder()
+    now_s = time.monotonic()
+    with recorder._lock:
+        for moment_s in (now_s - 1, now_s - 2):
+            recorder._partial("a", Count, None, moment_s).total.add(1)
+    assert recorder.close(WAIT_S)
+    # An interval that ended before it began would be rejected, with both counts.
+    assert bench.aggregator.counts() == {"a": 2}
+
+
 def test_threads_lose_nothing(bench: Bench) -> None:
     recorder, each = bench.recorder(Settings(flush_s=0.005)), 10_000
 

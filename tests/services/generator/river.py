@@ -48,7 +48,7 @@ class River:
     trainer: Trainer
     metrics: Metrics
     folder: Path
-    tasks: "list[asyncio.Task[None]]" = field(default_factory=list)
+    tasks: "list[asyncio.Task[bool]]" = field(default_factory=list)
 
     def start(self, engine: FakeEngine, name: str = "0") -> "Started":
         """Start a replica."""
@@ -106,7 +106,7 @@ class Started:
 
     lifecycle: Lifecycle
     engine: FakeEngine
-    task: "asyncio.Task[None]"
+    task: "asyncio.Task[bool]"
     announce: Path
 
     async def ready(self) -> None:

@@ -9,11 +9,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from headrace.v1 import generator_pb2, generator_pb2_grpc, status_pb2, status_pb2_grpc
 
+from tests.chaos.world import make_model
 from tests.conftest import free_port
 from tests.processes import service
+from tests.services.generator.trainers import trainer
 from tests.waiting import PATIENCE_S, until
 
 RECIPE = """
@@ -59,6 +62,30 @@ async def test_it_says_what_it_waits_for_and_ends_when_it_is_asked_to(tmp_path: 
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+async def test_a_stop_while_the_engine_starts_ends_it_at_once(tmp_path: Path) -> None:
+    """The threads in which it is imported and started cannot be stopped; nobody waits for them."""
+    make_model(tmp_path / "model")
+    async with trainer(tmp_path) as served:
+        command = arguments(tmp_path, f"network.trainer=127.0.0.1:{served.port}")
+        command[command.index("services.generator")] = "tests.services.generator.slow_start"
+        with service(command, tmp_path) as process:
+            its = psutil.Process(process.pid)
+            await until(lambda: _sleeping(its) or process.poll() is not None)
+            children = its.children(recursive=True)
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+            gone, alive = await asyncio.to_thread(psutil.wait_procs, children, PATIENCE_S)
+    assert gone
+    assert not alive
+    assert '"phase": "starting the engine"' in (tmp_path / "log").read_text()
+
+
+def _sleeping(process: psutil.Process) -> bool:
+    """Whether the engine's own process has come up."""
+    return any("spawn_main" in " ".join(each.cmdline()) for each in process.children())
 
 
 def test_the_command_line_imports_no_engine() -> None:

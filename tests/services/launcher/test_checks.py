@@ -36,6 +36,15 @@ def test_each_mistake_is_named(tmp_path: Path, override: str, message: str) -> N
         checks.check_recipe(config.load(path, overrides=[override], environ={}))
 
 
+def test_a_trainer_on_several_machines_is_not_for_one(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    checks.check_one_machine(config.load(path, overrides=["trainer.ranks=2"], environ={}))
+    overrides = ["trainer.ranks=2", "trainer.nodes=2", "network.ranks=a:29500"]
+    with pytest.raises(UserError, match=r"^trainer\.nodes: 2 machines, and this command runs"):
+        checks.check_one_machine(config.load(path, overrides=overrides, environ={}))
+
+
 def test_a_data_file_must_be_there(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text('data.file = "rows.jsonl"\ntrainer.max_steps = 3\n')

@@ -13,6 +13,7 @@ from services.aggregator.catalogue import CATALOGUE
 from services.aggregator.ingest import Ingest
 from services.aggregator.store import Store
 from services.common.errors import UserError
+from services.common.tokens import Tokens
 from services.launcher import ports
 from services.launcher.errors import RunFailed
 from tests.services.aggregator.test_evidence import record
@@ -36,7 +37,7 @@ def url(backend: Backend) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def guarded_url(backend: Backend) -> Iterator[str]:
-    yield from serve(create_app(backend, token="s3cret"))
+    yield from serve(create_app(backend, tokens=Tokens("s3cret")))
 
 
 def ask(*arguments: str) -> str:
@@ -80,7 +81,7 @@ def test_a_token_comes_from_a_file(guarded_url: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [(None, "cannot be read"), ("", "holds no token"), ("a\nb", "holds no token")],
+    [(None, "cannot be read"), ("", "is empty"), ("a b", "blank")],
 )
 def test_a_token_file_without_a_token(
     url: str, tmp_path: Path, text: str | None, says: str
