@@ -20,8 +20,8 @@ def choose_device(wanted: str, *, rank: int = 0, size: int = 1) -> torch.device:
     """The device of a rank by `trainer.device`: "cpu", "cuda", or "auto", which is a GPU where the
     machine has one.
 
-    Raises UserError when "cuda" is not there; when "auto" finds an NVIDIA device that torch cannot
-    use; and when several ranks share too few GPUs.
+    rank, size: of the ranks on this machine. Raises UserError when "cuda" is not there; when "auto"
+    finds an NVIDIA device that torch cannot use; and when several ranks share too few GPUs.
     """
     if wanted == "cpu":
         return torch.device("cpu")
@@ -41,8 +41,8 @@ def choose_device(wanted: str, *, rank: int = 0, size: int = 1) -> torch.device:
         return torch.device("cpu")
     if size > found:
         raise UserError(
-            f"trainer.ranks: {size} ranks need a GPU each, and {found} are here; set it to at "
-            f'most {found}, or trainer.device to "cpu"'
+            f"trainer.ranks: {size} ranks need a GPU each, and {found} are here; have at most "
+            f'{found} on a machine, or set trainer.device to "cpu"'
         )
     device = torch.device("cuda", rank if size > 1 else torch.cuda.current_device())
     torch.cuda.set_device(device)

@@ -52,16 +52,17 @@ class RankLearner:
 
     def __init__(self, recipe: Recipe, place: Place | None = None) -> None:
         torch.manual_seed(recipe.trainer.seed)
-        rank, size = (0, 1) if place is None else (place.rank, place.size)
+        rank = 0 if place is None else place.rank
+        local_rank, local_size = (0, 1) if place is None else (place.local_rank, place.local_size)
         self.folder = Path(recipe.model.path)
         if not (self.folder / "config.json").is_file():
             raise UserError(
                 f"model.path: {recipe.model.path} is no model folder (it has no config.json); "
                 "`headrace tiny-model DIR` makes a small one"
             )
-        self.device = choose_device(recipe.trainer.device, rank=rank, size=size)
-        if size > 1:  # the ranks share the cores
-            torch.set_num_threads(max(1, torch.get_num_threads() // size))
+        self.device = choose_device(recipe.trainer.device, rank=local_rank, size=local_size)
+        if local_size > 1:  # the ranks of a machine share its cores
+            torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
         self._dtype = getattr(torch, recipe.model.dtype)
         self._model = load_model(self.folder, self._dtype, of="model.path").to(self.device)
         if rank == 0:
@@ -71,6 +72,7 @@ class RankLearner:
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         reference = load_reference(recipe, self.device, self._dtype)
         temperature = recipe.generation.temperature
+        self._one_machine = place is None or place.nodes == 1
         self.group = Group.join(place, self.device)
         self._step = OptimizerStep(
             self._model,
@@ -149,7 +151,7 @@ class RankLearner:
     ) -> "np.ndarray[Any, Any]":
         """The canary under the perturbed weights of a published file; the model is as before
         afterwards."""
-        published = load_file(path)
+        published = self._published(path)
         tensors = {name: _local(tensor) for name, tensor in unique_tensors(self._model)}
         backup = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
         try:
@@ -164,6 +166,21 @@ class RankLearner:
             for name, tensor in tensors.items():
                 tensor.copy_(backup[name])
             self._step.weights.changed()
+
+    def _published(self, path: Path) -> dict[str, torch.Tensor]:
+        """The tensors of a published file, which is in the memory of rank 0's machine: other
+        machines are sent them."""
+        first = self.group.rank == 0
+        read = load_file(path) if self._one_machine or first else {}
+        if self._one_machine:
+            return read
+        published = {}
+        for name, tensor in unique_tensors(self._model):
+            dtype = self._published_dtype(tensor)
+            value = read.pop(name) if first else torch.empty(tensor.shape, dtype=dtype)
+            self.group.broadcast(value)
+            published[name] = value
+        return published
 
     # -- checkpoints
 

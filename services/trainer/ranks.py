@@ -1,16 +1,16 @@
 """The processes that train together, and how the first one tells the others what to do.
 
 Rank 0 is the trainer service; the others are its children (rank_processes.py) on the same machine,
-and listen on the loopback address only. Every rank does the same in the same order: rank 0 sends a
-command, each rank does its share, and meets the others in collectives. Nothing is pickled: commands
-are two integers, what comes with them is bytes that each command defines.
+where they listen on the loopback address only, or those of a node (node.py) on another. Every rank
+does the same in the same order: rank 0 sends a command, each rank does its share, and meets the
+others in collectives. Nothing is pickled: commands are two integers, what comes with them is bytes
+that each command defines.
 
 waits_for: the other ranks. unblocked_by: them; the end of a rank ends all (rank_processes.py).
 """
 
 import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-LOOPBACK = "127.0.0.1"
+from services.common.errors import UserError
+from services.trainer.interfaces import LOOPBACK, loopback_interface
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """Longest wait of a rank within a step for the others: one that hangs is an error then."""
@@ -54,34 +55,80 @@ class Command(IntEnum):
 
 @dataclass(frozen=True)
 class Place:
-    """One rank among all, and where the first one is met."""
+    """One rank among all, and where the first one is met.
+
+    Ranks are numbered node by node: with 2 nodes of 4 ranks, rank 5 is the second one of node 1.
+    """
 
     rank: int
     size: int
     port: int
+    host: str = LOOPBACK
+    nodes: int = 1
+    interface: str = ""
+    """By which ranks of several nodes reach each other; on one they use the loopback interface."""
+    session: str = ""
+    """Of rank 0's start: ranks that were started for another one never meet these."""
     store: Any = None
     """Rank 0's end of the meeting point, which it opened with `open_place`."""
 
+    @property
+    def local_size(self) -> int:
+        """Ranks on each node."""
+        return self.size // self.nodes
+
+    @property
+    def local_rank(self) -> int:
+        """This one among those of its node.
+
+        Example: `Place(5, 8, 3000, nodes=2).local_rank` is 1.
+        """
+        return self.rank % self.local_size
+
     def environment(self, rank: int) -> dict[str, str]:
-        """What another rank is started with; the names are torchrun's.
+        """What another rank of the same node is started with; names as torchrun's where it has the
+        same.
 
         Example: `Place(0, 2, 3000).environment(1)["RANK"]` is "1".
         """
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank % self.local_size),
             "WORLD_SIZE": str(self.size),
-            "MASTER_ADDR": LOOPBACK,
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
+            "RANKS_INTERFACE": self.interface,
+            "RANKS_SESSION": self.session,
         }
 
 
-def open_place(size: int) -> Place:
-    """Rank 0's place; the port is free and listens on the loopback address from now on."""
-    listening = socket.create_server((LOOPBACK, 0))
+def open_place(
+    size: int,
+    *,
+    listen: str = LOOPBACK,
+    port: int = 0,
+    nodes: int = 1,
+    interface: str = "",
+    session: str = "",
+) -> Place:
+    """Rank 0's place; it listens on the address `listen` from now on, at a free port where `port`
+    is 0. Raises UserError when it cannot."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            listen, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise UserError(
+            f"network.ranks: rank 0 cannot listen on {listen}:{port} ({error.strerror}); choose "
+            "another port, or another network.host"
+        ) from error
     port = listening.getsockname()[1]
+    every = {"0.0.0.0": LOOPBACK, "::": "::1"}
+    host = every.get(str(address[0]), str(address[0]))
     store = TCPStore(
-        LOOPBACK,
+        host,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -89,12 +136,21 @@ def open_place(size: int) -> Place:
         master_listen_fd=listening.detach(),
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
-    return Place(0, size, port, store)
+    return Place(0, size, port, host, nodes, interface, session, store)
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
     """The place that `Place.environment` describes."""
-    return Place(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["MASTER_PORT"]))
+    size = int(environ["WORLD_SIZE"])
+    return Place(
+        int(environ["RANK"]),
+        size,
+        int(environ["MASTER_PORT"]),
+        environ["MASTER_ADDR"],
+        nodes=size // int(environ["LOCAL_WORLD_SIZE"]),
+        interface=environ["RANKS_INTERFACE"],
+        session=environ["RANKS_SESSION"],
+    )
 
 
 class Group:
@@ -114,17 +170,19 @@ class Group:
 
     @classmethod
     def join(cls, place: Place | None, device: torch.device) -> "Group":
-        """Meet the others; without a place there are none."""
+        """Meet the others; without a place there are none. Raises UserError when some compute on a
+        GPU and some do not."""
         if place is None or place.size == 1:
             return cls()
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, loopback)
+        interface = place.interface or loopback_interface()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        # The equals sign: NCCL would take eth10 for eth1.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        store = place.store or TCPStore(LOOPBACK, place.port, is_master=False, timeout=timeout)
+        store = place.store or TCPStore(place.host, place.port, is_master=False, timeout=timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=store,
+            store=PrefixStore(place.session, store),
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,
@@ -133,7 +191,18 @@ class Group:
         group.control = _another(IDLE_TIMEOUT_S)
         group.saving = _another(IDLE_TIMEOUT_S)
         group.saved = _another(WRITE_TIMEOUT_S)
+        group._check_devices(device)
         return group
+
+    def _check_devices(self, device: torch.device) -> None:
+        """Between a GPU and a CPU the first collective of the model would wait for ever."""
+        on_gpu = [bool(number) for [number] in self.gather([device.type == "cuda"])]
+        if any(on_gpu) and not all(on_gpu):
+            raise UserError(
+                f"trainer.device: rank {on_gpu.index(True)} computes on a GPU and rank "
+                f"{on_gpu.index(False)} has none; give every node GPUs, or set it to "
+                '"cpu"'
+            )
 
     def send(self, command: Command, payload: bytes = b"") -> None:
         """Rank 0: have the others do something."""
@@ -171,6 +240,11 @@ class Group:
         if payload.numel():
             dist.recv(payload, src=0)
         return payload.numpy().tobytes()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Let a contiguous tensor on the CPU be, on every rank, what it is on rank 0."""
+        # As bytes: gloo knows few dtypes.
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """The numbers of all ranks, in the order of ranks, on every rank; equally many each."""

@@ -1,4 +1,5 @@
-"""The trainer service: wiring of queue, policy service, torch thread, other ranks and run.
+"""The trainer service: wiring of queue, policy service, torch thread, other ranks and run. With
+several nodes it is node 0, and the other ones (node.py) end with it and with its status.
 
 It ends as a whole: with a rank that is gone there is no going on, and the torch thread may wait for
 it for ever, so that the process then ends by `os._exit`, after its last words.
@@ -9,18 +10,24 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import structlog
-from headrace.v1 import policy_pb2_grpc
+from headrace.v1 import policy_pb2_grpc, ranks_pb2_grpc
 
-from services.common import grpc_kit, queue
+from services.common import grpc_kit, queue, secret_keys
 from services.common.background import unless
 from services.common.command import Invocation
-from services.common.errors import Fenced
-from services.common.lifecycle import Lifecycle, announce
+from services.common.config import Recipe
+from services.common.errors import STOPPED_STATUS, EndedWith, Fenced
+from services.common.lifecycle import Lifecycle, announce, status_of
 from services.common.recorder import Recorder
+from services.trainer import meeting as meetings
+from services.trainer import node
+from services.trainer.meeting import Meeting
 from services.trainer.policy import PolicyServicer
-from services.trainer.rank_processes import RankEnded, RankProcesses
+from services.trainer.rank_ended import RankEnded
+from services.trainer.rank_processes import RankProcesses
 from services.trainer.run_queue import RunQueue
 from services.trainer.training import Training
 
@@ -33,11 +40,16 @@ GRPC_GRACE_S = 1.0
 
 
 async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
-    """Run the trainer to the end of its run, or until SIGTERM.
+    """Run the trainer to the end of its run, or until SIGTERM; on a node other than the first, host
+    ranks.
 
     With `trainer.exit_when_done` it returns at the end of the run, and raises Fenced when a newer
     trainer has taken over; else it stays up and says `complete`, or that it was replaced.
+    With several nodes, EndedWith says that it was asked to stop before.
     """
+    if invocation.node:
+        await node.main(invocation, lifecycle)
+        return
     recipe = invocation.recipe
     recorder = Recorder(
         run=recipe.run,
@@ -50,6 +62,11 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     register = [
         (policy_pb2_grpc.add_PolicyServiceServicer_to_server, servicer, "headrace.v1.PolicyService")
     ]
+    meeting = None
+    if recipe.trainer.nodes > 1:
+        meeting = Meeting(recipe, lifecycle)
+        add = ranks_pb2_grpc.add_RankServiceServicer_to_server
+        register.append((add, meeting, meetings.SERVICE))
     served = await grpc_kit.serve(recipe.network, lifecycle, register)
     announce(
         invocation.announce,
@@ -59,48 +76,36 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     )
     at_exit = ExitStack()
     torch_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
-    ranks = await RankProcesses.start(recipe)
+    ranks: RankProcesses | None = None
     report = None
     lost: RankEnded | None = None
+    status = 0 if meeting is None else STOPPED_STATUS
     try:
-        connecting = queue.connect(
-            recipe.queue.url,
-            run=recipe.run,
-            claim_after_s=recipe.queue.claim_after_s,
-            waiting=lifecycle.enter,
-            details=lifecycle.details,
-        )
-        client = await unless(lifecycle.stopping, connecting)
-        if client is None:
-            return
-        client.recorder = recorder
-        training = Training(
-            *(recipe, lifecycle, recorder, servicer, RunQueue(client), torch_thread, at_exit),
-            ranks.place,
-        )
-        try:
-            report = await ranks.beside(training.run())
-        except Fenced as error:
-            if recipe.trainer.exit_when_done:
-                raise
-            # A deployment would start it again: two trainers would replace each other for ever.
-            structlog.get_logger().error("replaced", why=str(error))
-            await lifecycle.set_ready(False)
-            lifecycle.enter("replaced by a newer trainer")
-            report = None
-            await lifecycle.stopping.wait()
-        await client.close()
-        if report is not None and not recipe.trainer.exit_when_done:
-            await ranks.beside(lifecycle.stopping.wait())
+        place = None
+        if meeting is not None:
+            place = await unless(lifecycle.stopping, meeting.gather())
+        if meeting is None or place is not None:
+            ranks = await RankProcesses.start(recipe, place, meeting=meeting)
+            parts = (recipe, lifecycle, recorder, servicer)
+            report = await _run(*parts, ranks, torch_thread, at_exit)
+        if report is not None:
+            status = 0
     except RankEnded as error:
-        lost = error
+        lost, status = error, error.status
         structlog.get_logger().error("RANK LOST", why=str(error))
+    except BaseException as error:
+        status = status_of(error)
+        raise
     finally:
         try:
             await lifecycle.set_ready(False)
             if lost is None:
-                torch_thread.shutdown(wait=True, cancel_futures=True)
-            await ranks.end()
+                await asyncio.to_thread(torch_thread.shutdown, wait=True, cancel_futures=True)
+            # Before the ranks here: those of other nodes would take it for a failure.
+            if meeting is not None:
+                await meeting.end(status)
+            if ranks is not None:
+                await ranks.end()
             if report is not None and recipe.trainer.exit_when_done:
                 await asyncio.to_thread(recorder.close, LAST_WORDS_S)
             else:
@@ -111,3 +116,48 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
             if lost is not None:
                 sys.stderr.flush()
                 os._exit(lost.status)
+    if status:
+        raise EndedWith(status, "asked to stop before the end of the run")
+
+
+async def _run(
+    recipe: Recipe,
+    lifecycle: Lifecycle,
+    recorder: Recorder,
+    servicer: PolicyServicer,
+    ranks: RankProcesses,
+    torch_thread: ThreadPoolExecutor,
+    at_exit: ExitStack,
+) -> dict[str, Any] | None:
+    """Train, and stay up as long as is wanted; the report of a run that came to its end. Raises
+    RankEnded."""
+    connecting = queue.connect(
+        secret_keys.queue_url(recipe.queue),
+        run=recipe.run,
+        claim_after_s=recipe.queue.claim_after_s,
+        waiting=lifecycle.enter,
+        details=lifecycle.details,
+    )
+    client = await ranks.beside(unless(lifecycle.stopping, connecting))
+    if client is None:
+        return None
+    client.recorder = recorder
+    training = Training(
+        *(recipe, lifecycle, recorder, servicer, RunQueue(client), torch_thread, at_exit),
+        ranks.place,
+    )
+    report = None
+    try:
+        report = await ranks.beside(training.run())
+    except Fenced as error:
+        if recipe.trainer.exit_when_done:
+            raise
+        # A deployment would start it again: two trainers would replace each other for ever.
+        structlog.get_logger().error("replaced", why=str(error))
+        await lifecycle.set_ready(False)
+        lifecycle.enter("replaced by a newer trainer")
+        await lifecycle.stopping.wait()
+    await client.close()
+    if report is not None and not recipe.trainer.exit_when_done:
+        await ranks.beside(lifecycle.stopping.wait())
+    return report

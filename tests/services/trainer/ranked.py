@@ -3,16 +3,19 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from services.common.config import Data, Model, Recipe
+from services.common.config import Data, Model, Network, Recipe
 from services.common.training_config import Optimizer, Trainer
+from services.trainer.interfaces import loopback_interface
 from services.trainer.learner import Learner
 from services.trainer.rank_processes import RankProcesses
+from services.trainer.ranks import open_place
 from services.trainer.step import StepResult
 from services.trainer.tensor_files import read_whole, shapes
 from services.trainer.types import Row, TrainSample
@@ -26,20 +29,32 @@ def recipe_for(folder: Path, *, dtype: str = "float32", **trainer: Any) -> Recip
             "data": Data(file="prompts.jsonl", epochs=1.0),
             "optimizer": Optimizer(learning_rate=1e-2, warmup_steps=3, weight_decay=0.01),
             "trainer": Trainer(device="cpu", **trainer),
+            "network": Network(ranks="127.0.0.1:29500"),
         }
     )
 
 
 @contextmanager
 def ranked(recipe: Recipe) -> Iterator[Learner]:
-    """The learner of `trainer.ranks` ranks; one at a time in a process."""
-    num_threads = torch.get_num_threads()
+    """The learner of `trainer.ranks` ranks; one at a time in a process. Those of other nodes are
+    processes of this machine, too."""
+    num_threads, nodes = torch.get_num_threads(), recipe.trainer.nodes
     with asyncio.Runner() as runner:
-        ranks = runner.run(RankProcesses.start(recipe))
+        place = None
+        if nodes > 1:
+            place = open_place(
+                recipe.trainer.ranks, nodes=nodes, interface=loopback_interface(), session="now"
+            )
+        started = [runner.run(RankProcesses.start(recipe, place))]
+        for node in range(1, nodes):
+            assert place is not None
+            there = replace(place, rank=node * place.local_size, store=None)
+            started.append(runner.run(RankProcesses.host(recipe, there, node)))
         try:
-            yield Learner(recipe, ranks.place)
+            yield Learner(recipe, started[0].place)
         finally:
-            runner.run(ranks.end())
+            for ranks in started:
+                runner.run(ranks.end())
             if dist.is_initialized():
                 dist.destroy_process_group()
             torch.set_num_threads(num_threads)

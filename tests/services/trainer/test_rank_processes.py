@@ -10,7 +10,8 @@ import pytest
 
 from services.common.background import guarded
 from services.common.errors import UserError
-from services.trainer.rank_processes import RankEnded, RankProcesses
+from services.trainer.rank_ended import RankEnded
+from services.trainer.rank_processes import RankProcesses
 from tests.conftest import free_port
 from tests.services.trainer.folders import make_folder
 from tests.services.trainer.ranked import recipe_for
@@ -33,7 +34,7 @@ def children(pid: int) -> list[psutil.Process]:
 async def test_a_killed_rank_ends_what_runs_beside_it_with_its_status(tmp_path: Path) -> None:
     ranks = await RankProcesses.start(recipe_for(make_folder(tmp_path), ranks=3))
     try:
-        first, second = (each.pid for each in ranks._processes)
+        first, second = (each.pid for each in ranks._processes.values())
         os.kill(second, signal.SIGKILL)
         with pytest.raises(RankEnded, match=r"^rank 2 ended with status -9; ") as raised:
             await ranks.beside(asyncio.sleep(60))

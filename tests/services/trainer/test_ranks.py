@@ -45,6 +45,7 @@ class World:
     single: Recipe
     tolerance: float
     """Relative."""
+    nodes: int
 
     def one(self) -> Learner:
         return Learner(self.single)
@@ -54,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "untied-float32": {},
     # Recomputed layers gather their shards within backward.
     "tied-bfloat16": {"dtype": "bfloat16", "gradient_checkpointing": True},
+    # A machine each, which share no memory.
+    "tied-float32-nodes": {"nodes": 2},
 }
 
 
@@ -67,7 +70,8 @@ def running(
     with ranked(recipe_for(model, ranks=2, **keys)) as two:
         tolerance = 1e-5 if "float32" in request.param else 2e-3
         begin = kept(two, folder / "begin")
-        yield World(two, recipe_for(model, **keys), tolerance), begin
+        single = recipe_for(model, **{**keys, "nodes": 1})
+        yield World(two, single, tolerance, keys.get("nodes", 1)), begin
 
 
 @pytest.fixture
@@ -204,6 +208,17 @@ def test_a_rank_that_cannot_write_fails_the_checkpoint(world: World, tmp_path: P
         "rank-00000.safetensors",
         "rank-00001.safetensors",
     }
+
+
+def test_a_published_file_is_read_where_rank_0_is(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "1.safetensors"
+    world.two.write_weights(path)
+    wanted = world.two.perturbed_logprobs(path, ROWS)
+    if world.nodes == 1:
+        return
+    with path.open("rb") as file:
+        only_here = Path(f"/proc/self/fd/{file.fileno()}")  # other processes have none of that name
+        np.testing.assert_array_equal(world.two.perturbed_logprobs(only_here, ROWS), wanted)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 50])
