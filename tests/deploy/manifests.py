@@ -1,24 +1,23 @@
 """The manifests as tests read them: rendered by kubectl, and the recipe of each container."""
 
-import os
-import re
+import functools
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
+from deploy.k8s import render as rendering
 from services.common import config
 
 ROOT = Path(__file__).parents[2]
+K8S = ROOT / "deploy" / "k8s"
 SERVICES = ("generator", "scorer", "trainer", "aggregator")
-WORKLOADS = {"Deployment", "StatefulSet"}
-OLDEST_KUBECTL = (1, 21)
-"""Before it, `kubectl kustomize` read no folder as a resource."""
+WORKLOADS = {"Deployment", "StatefulSet", "JobSet"}
+
+Documents = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -39,49 +38,82 @@ class Container:
         """The ports that it declares."""
         return {port["containerPort"] for port in self.spec.get("ports", [])}
 
+    @property
+    def is_init(self) -> bool:
+        """Whether it ends before the others begin."""
+        return self.spec in self.pod.get("initContainers", [])
+
+
+def overlays() -> list[Path]:
+    """What is rendered: the overlays that ship, and those of the tests, which have the components
+    that no other has."""
+    folders = (K8S / "overlays", ROOT / "tests" / "deploy" / "overlays")
+    return sorted(file.parent for folder in folders for file in folder.glob("*/kustomization.yaml"))
+
 
 def kubectl() -> str:
-    """Path of a kubectl that can render the overlays; skips the test where there is none."""
-    found = shutil.which("kubectl")
-    if found is None:
-        pytest.skip("kubectl is not installed")
-    said = subprocess.run(
-        [found, "version", "--client"], capture_output=True, text=True, check=True
-    ).stdout
-    number = re.search(r"v(\d+)\.(\d+)\.", said)
-    assert number is not None, said
-    if (int(number[1]), int(number[2])) < OLDEST_KUBECTL:
-        pytest.skip(f"kubectl {number[0]}x is older than {OLDEST_KUBECTL[0]}.{OLDEST_KUBECTL[1]}")
+    """Path of a kubectl: that of the lock file, where it is installed."""
+    found = rendering.kubectl()
+    assert found is not None, "there is no kubectl: install requirements/dev.txt"
     return found
 
 
-def render(overlay: Path) -> list[dict[str, Any]]:
-    """All documents of an overlay."""
-    # Nothing is asked of a cluster; without a KUBECONFIG nothing can be.
-    environment = {**os.environ, "KUBECONFIG": os.devnull}
-    done = subprocess.run(
-        [kubectl(), "kustomize", str(overlay)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert "deprecated" not in done.stderr, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+def other_kubectl() -> str | None:
+    """Path of the machine's own kubectl beside it; None where there is none."""
+    found = shutil.which("kubectl")
+    return found if found != kubectl() else None
 
 
-def of_kind(documents: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+@functools.cache
+def text(overlay: Path) -> str:
+    """An overlay as kubectl writes it."""
+    return rendering.render(overlay, by=kubectl())
+
+
+@functools.cache
+def render(overlay: Path) -> Documents:
+    """All documents of an overlay; the same objects each time, for reading only."""
+    return list(yaml.load_all(text(overlay), Loader=yaml.CSafeLoader))
+
+
+def of_kind(documents: Documents, kind: str) -> dict[str, dict[str, Any]]:
     """Documents of one kind by name."""
     return {d["metadata"]["name"]: d for d in documents if d["kind"] == kind}
 
 
-def containers(documents: list[dict[str, Any]]) -> Iterator[Container]:
-    """All containers, init containers included."""
+def templates(workload: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The pod templates of a workload."""
+    if workload["kind"] == "JobSet":
+        for job in workload["spec"]["replicatedJobs"]:
+            yield job["template"]["spec"]["template"]
+    else:
+        yield workload["spec"]["template"]
+
+
+def pods(documents: Documents) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each workload with one of its pod templates."""
     for document in documents:
         if document["kind"] in WORKLOADS:
-            pod = document["spec"]["template"]["spec"]
-            for spec in pod.get("initContainers", []) + pod["containers"]:
-                yield Container(document, pod, spec)
+            for template in templates(document):
+                yield document, template
 
 
-def environment(documents: list[dict[str, Any]], container: Container) -> dict[str, str]:
+def containers(documents: Documents) -> Iterator[Container]:
+    """All containers, init containers included."""
+    for workload, template in pods(documents):
+        pod = template["spec"]
+        for spec in pod.get("initContainers", []) + pod["containers"]:
+            yield Container(workload, pod, spec)
+
+
+def services(documents: Documents) -> Iterator[Container]:
+    """The containers that run a service of ours."""
+    for container in containers(documents):
+        if container.spec["name"] in SERVICES:
+            yield container
+
+
+def environment(documents: Documents, container: Container) -> dict[str, str]:
     """The literal environment of a container: ConfigMaps by envFrom, then its own values."""
     maps = of_kind(documents, "ConfigMap")
     found: dict[str, str] = {}
@@ -91,7 +123,7 @@ def environment(documents: list[dict[str, Any]], container: Container) -> dict[s
     return found | {item["name"]: item["value"] for item in own if "value" in item}
 
 
-def recipe(documents: list[dict[str, Any]], container: Container, folder: Path) -> config.Recipe:
+def recipe(documents: Documents, container: Container, folder: Path) -> config.Recipe:
     """What the container's service loads: the mounted recipe under the container's environment."""
     mounted = Path(container.spec["args"][0])
     mounts = {mount["mountPath"]: mount["name"] for mount in container.spec["volumeMounts"]}
