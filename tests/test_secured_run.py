@@ -271,11 +271,12 @@ async def _methods(channel: grpc.aio.Channel) -> dict[str, tuple[bool, bool]]:
 async def _end(
     channel: grpc.aio.Channel, path: str, kind: tuple[bool, bool]
 ) -> tuple[grpc.StatusCode, str]:
-    """How a call of a method with an empty message ends, and why."""
+    """How a call of a method ends, and why: with an empty message, or of a stream of them with
+    none, since a client of gRPC that writes when it has been refused calls that INTERNAL."""
     many, answers = kind
     word = {True: "stream", False: "unary"}
     call = getattr(channel, f"{word[many]}_{word[answers]}")(path)
-    request: Any = iter([b""]) if many else b""
+    request: Any = _silence() if many else b""
     try:
         if answers:
             async for _ in call(request, timeout=DEADLINE_S):
@@ -285,6 +286,11 @@ async def _end(
     except grpc.aio.AioRpcError as error:
         return error.code(), str(error.details())
     return grpc.StatusCode.OK, ""
+
+
+async def _silence() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
 
 
 async def _refuses_strangers(run: Run, name: str) -> None:
