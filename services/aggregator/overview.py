@@ -61,13 +61,14 @@ def run_names(connection: Connection) -> list[str]:
 
 
 def attempts(connection: Connection, run: RunRow) -> list[Attempt]:
-    """The attempts of a run, in order."""
+    """The attempts of a run, in order. What services send before they have heard of a trainer is of
+    attempt 0, which is none."""
     table = schema.attempts
     rows = connection.execute(
         select(
             table.c.attempt, table.c.first_step, table.c.last_step, table.c.first_s, table.c.last_s
         )
-        .where(table.c.run_id == run.id)
+        .where(table.c.run_id == run.id, table.c.attempt > 0)
         .order_by(table.c.attempt)
     )
     return [Attempt(*row) for row in rows]

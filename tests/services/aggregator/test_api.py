@@ -72,6 +72,18 @@ async def test_runs_show_who_was_seen(client: httpx.AsyncClient, ingest: Ingest)
     }
 
 
+async def test_what_comes_before_the_trainer_is_of_no_attempt(
+    client: httpx.AsyncClient, ingest: Ingest
+) -> None:
+    early = Producer("generator-0", service="generator")
+    early.send(ingest, [("loss", observed([1.0]))], step=0, attempt=0)
+    detail = strict(await client.get("/api/v1/runs/demo"))
+    assert (detail["attempt"], detail["attempts"]) == (None, [])
+    early.send(ingest, [("loss", observed([1.0]))], step=1)
+    detail = strict(await client.get("/api/v1/runs/demo"))
+    assert (detail["attempt"], [each["attempt"] for each in detail["attempts"]]) == (1, [1])
+
+
 async def test_metrics_list_latest_values(client: httpx.AsyncClient, ingest: Ingest) -> None:
     producer = Producer("trainer-0")
     producer.send(ingest, [("loss", observed([1.0])), ("kl", ratio(0, 0))], step=1)
