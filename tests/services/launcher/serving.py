@@ -50,12 +50,14 @@ def on_a_terminal(*arguments: str, columns: int, typed: str = "") -> tuple[int, 
     """Exit status and lines of the command on a terminal of so many columns, without styles."""
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (50, columns))
+    # They would count for more than the terminal itself.
+    environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES"}}
     process = subprocess.Popen(
         [sys.executable, "-m", "services.launcher.cli", *arguments],
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env={**os.environ, "TERM": "xterm"},
+        env={**environment, "TERM": "xterm"},
     )
     os.close(slave)
     os.write(master, typed.encode())
