@@ -31,7 +31,7 @@ from tests.services.trainer.test_killed import (
 )
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 PATIENCE_S = 180.0
