@@ -1,7 +1,6 @@
 """Who may call a gRPC server, and how often: interceptors for both sides.
 
-Both refuse before the servicer sees the request. A refused call costs the server no decoding of
-the message.
+Both refuse before the servicer sees the request; a call without a token is not even decoded.
 """
 
 import inspect

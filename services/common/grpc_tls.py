@@ -91,8 +91,32 @@ class _Calls:
         return self._make().future(*arguments, **options)
 
 
-class AioChannel(grpc.aio.Channel):
+class _Methods:
+    """The four ways to call, of both kinds of channels."""
+
+    _renewed: _Renewed[Any]
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        """As gRPC has it."""
+        return _Calls(lambda: self._renewed.now().unary_unary(*arguments, **options))
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        """As gRPC has it."""
+        return _Calls(lambda: self._renewed.now().unary_stream(*arguments, **options))
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        """As gRPC has it."""
+        return _Calls(lambda: self._renewed.now().stream_unary(*arguments, **options))
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """As gRPC has it."""
+        return _Calls(lambda: self._renewed.now().stream_stream(*arguments, **options))
+
+
+class AioChannel(_Methods, grpc.aio.Channel):
     """An aio channel that uses the certificates of the moment."""
+
+    _renewed: _Renewed[grpc.aio.Channel]
 
     def __init__(
         self,
@@ -124,24 +148,8 @@ class AioChannel(grpc.aio.Channel):
         """Wait until the channel for new calls is connected."""
         await self._renewed.now().channel_ready()
 
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.aio.Channel has it."""
-        return _Calls(lambda: self._renewed.now().unary_unary(*arguments, **options))
 
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.aio.Channel has it."""
-        return _Calls(lambda: self._renewed.now().unary_stream(*arguments, **options))
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.aio.Channel has it."""
-        return _Calls(lambda: self._renewed.now().stream_unary(*arguments, **options))
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.aio.Channel has it."""
-        return _Calls(lambda: self._renewed.now().stream_stream(*arguments, **options))
-
-
-class SyncChannel(grpc.Channel):
+class SyncChannel(_Methods, grpc.Channel):
     """A blocking channel that uses the certificates of the moment."""
 
     def __init__(
@@ -170,19 +178,3 @@ class SyncChannel(grpc.Channel):
         """Tell no more."""
         for channel in self._renewed.all():
             channel.unsubscribe(callback)
-
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.Channel has it."""
-        return _Calls(lambda: self._renewed.now().unary_unary(*arguments, **options))
-
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.Channel has it."""
-        return _Calls(lambda: self._renewed.now().unary_stream(*arguments, **options))
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.Channel has it."""
-        return _Calls(lambda: self._renewed.now().stream_unary(*arguments, **options))
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.Channel has it."""
-        return _Calls(lambda: self._renewed.now().stream_stream(*arguments, **options))

@@ -12,7 +12,7 @@ import torch
 
 from services.common.config import IDENTITY, Recipe
 
-SECTIONS = (*IDENTITY, "advantage", "trainer", "checkpoint")
+SECTIONS = (*IDENTITY, "trainer", "checkpoint")
 """Of the recipe. What else there is says how a process finds others, or is no rank's business."""
 
 HEAD_BYTES = 1 << 20
@@ -26,7 +26,7 @@ read a large model twice would double the time to start."""
 def terms_of(recipe: Recipe) -> dict[str, str]:
     """Name -> hex digest: "run", sections of the recipe, "the model's files" and "software". Reads
     files: not for an event loop."""
-    found = {name: _digest(_plain(getattr(recipe, name))) for name in dict.fromkeys(SECTIONS)}
+    found = {name: _digest(getattr(recipe, name).model_dump(mode="json")) for name in SECTIONS}
     found["run"] = _digest(recipe.run)
     # Rank 0 names files to the others: the folder has one path everywhere.
     found["folder"] = _digest(str(recipe.run_folder.absolute()))
@@ -44,10 +44,6 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     Example: `differing({"loss": "a", "run": "b"}, {"loss": "c", "run": "b"})` is ["loss"].
     """
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-
-
-def _plain(section: Any) -> Any:
-    return section.model_dump(mode="json") if hasattr(section, "model_dump") else section
 
 
 def _digest(value: Any) -> str:

@@ -69,12 +69,12 @@ def build(engine: Engine, version: str, say: Say) -> None:
 def build_queue(engine: Engine, image: str, say: Say) -> None:
     """The stand-in for the queue's image. ToolFailed."""
     say(f"building a stand-in for {image}")
-    here = Path(__file__).parent
     wheels = engine.folder / "wheels"
     given = ["--build-arg", f"BASE_IMAGE={BASE}", "--volume", f"{wheels}:{GIVEN}:ro"]
-    file = str(here / "queue.Containerfile")
+    file = str(Path(__file__).with_name("queue.Containerfile"))
+    context = str(ROOT / "requirements")
     bud = ["bud", "--isolation", "chroot", "--layers", *given, "-f", file, "-t"]
-    engine.buildah(*bud, f"localhost/{image}", str(here), log=engine.folder / "build.log")
+    engine.buildah(*bud, f"localhost/{image}", context, log=engine.folder / "build.log")
 
 
 def size(engine: Engine, image: str) -> Size:
