@@ -6,17 +6,17 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck format protos docs manifests lock bench chaos deploy-test clean
+.PHONY: help demo test lint typecheck format protos docs manifests lock bench soak chaos verdict deploy-test screenshots clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(INSTALLED): requirements/all.txt requirements/openenv.txt requirements/checkov.txt pyproject.toml
+$(INSTALLED): requirements/all.txt requirements/openenv.txt requirements/checkov.txt requirements/trackers.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -qq --no-deps $(PIP_ARGS) -r requirements/all.txt
 	$(BIN)/pip install --disable-pip-version-check -qq --no-deps --no-build-isolation -e .
-	rm -rf $(VENV)/openenv $(VENV)/checkov
-	for name in openenv checkov; do \
+	rm -rf $(VENV)/openenv $(VENV)/checkov $(VENV)/trackers
+	for name in openenv checkov trackers; do \
 		$(BIN)/pip install --disable-pip-version-check -qq --no-deps $(PIP_ARGS) \
 			--target $(VENV)/$$name -r requirements/$$name.txt || exit 1; \
 	done
@@ -56,14 +56,23 @@ manifests: $(INSTALLED)  ## rewrite deploy/k8s/install.yaml from the overlay for
 lock: $(INSTALLED)  ## resolve pyproject.toml anew and write requirements/*.txt
 	$(BIN)/python requirements/lock.py
 
-bench: $(INSTALLED)  ## measurements: tables, and benchmarks/results/*.json
-	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+bench: $(INSTALLED)  ## measurements, about four hours, or those in NAMES: tables, results, docs/benchmarks.md
+	$(BIN)/python benchmarks/suite.py $(NAMES)
+
+soak: $(INSTALLED)  ## the demo for two hours with restarts: flat memory and streams; soak.json (ARGS="--minutes 5")
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 chaos: $(INSTALLED)  ## 220 faults into 20 pipelines of real processes, about 20 minutes; a table, and chaos.json
 	$(BIN)/python -m tests.chaos
 
+verdict: $(INSTALLED)  ## slow one stage after another on purpose, about 25 minutes; a table, and verdict.json
+	$(BIN)/python -m tests.verdict
+
 deploy-test: $(INSTALLED)  ## images and the cpu overlay as containers (root, Debian packages); deploy.json
 	$(BIN)/python -m tests.deploy.containers
+
+screenshots: $(INSTALLED)  ## each page, light and dark, into docs/pictures (needs Chromium)
+	$(BIN)/python -m tests.browser.screenshots
 
 clean:  ## remove what the targets made, runs excepted
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build *.egg-info

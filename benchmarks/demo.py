@@ -3,9 +3,10 @@
     python benchmarks/demo.py [--seeds 0 1 2] [--set KEY=VALUE …]
 
 Prints a table and writes benchmarks/results/demo.json: by seed `eval_before`, `eval_after`,
-`step_s_median`, `samples_per_s`, `time_budget`, `groups`, `max_logprob_gap`, and `cpu_share`, the
-share of each process in the CPU time of the steps. Beside it stand the figures that TRL 1.16.0's
-asynchronous GRPO reached on such a machine (2 cores) on the same task, model and batch.
+`step_s_median`, `samples_per_s` (with signal), `all_samples_per_s` (of all groups that steps took,
+which is how TRL counts), `time_budget`, `groups`, `max_logprob_gap`, `cpu_share`, the share of each
+process in the CPU time of the steps, and `cpu_s_per_step`. Beside it stand the figures that TRL
+1.16.0's asynchronous GRPO reached on such a machine (2 cores) on the same task, model and batch.
 """
 
 import argparse
@@ -15,12 +16,16 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from services.common import config
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic.toml"
@@ -59,12 +64,24 @@ def cpu_seconds(root: psutil.Process) -> dict[str, float]:
     return dict(seconds)
 
 
-def published(log: Path) -> int:
-    """The newest policy version in the trainer's log."""
+def published(log: Path) -> dict[int, float]:
+    """When the weights behind each number of optimizer steps were published, in seconds since 1970,
+    by the trainer's log; empty while there is none."""
     if not log.exists():
-        return 0
-    lines = [json.loads(line) for line in log.read_text().splitlines() if '"published"' in line]
-    return max((line["version"] for line in lines), default=0)
+        return {}
+    lines = log.read_text().splitlines()
+    found = [json.loads(line) for line in lines if '"event": "published"' in line]
+    return {line["step"]: datetime.fromisoformat(line["timestamp"]).timestamp() for line in found}
+
+
+def all_samples_per_s(at_s: Mapping[int, float], *, samples_per_step: int) -> float:
+    """Samples of all groups of the steps, those without signal included, over the time from the end
+    of the first step to the end of the last.
+
+    Example: steps of 512 samples, the first published at second 10, the 81st at second 90: 512.
+    """
+    first, last = min(step for step in at_s if step > 0), max(at_s)
+    return (last - first) * samples_per_step / (at_s[last] - at_s[first])
 
 
 def run(seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
@@ -77,21 +94,33 @@ def run(seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
         command + [word for item in sets for word in ("--set", item)], stdout=log, cwd=ROOT
     )
     root = psutil.Process(process.pid)
+    trainer_log = folder / f"seed-{seed}" / "logs" / "trainer-0.log"
     first: dict[str, float] | None = None
+    first_step = last_step = 0
     last: dict[str, float] = {}
     while process.poll() is None:
-        version = published(folder / f"seed-{seed}" / "logs" / "trainer-0.log")
-        if version >= 5:  # the first steps fill the river
+        step = max(published(trainer_log), default=0)
+        if step >= 4:  # the first steps fill the river
             seen = cpu_seconds(root)
-            first = first or seen
-            last = seen if len(seen) >= len(last) else last
+            if first is None:
+                first, first_step = seen, step
+            if len(seen) >= len(last) and step > last_step:
+                last, last_step = seen, step
         time.sleep(1)
     if process.returncode:
         sys.exit(f"the run of seed {seed} ended with {process.returncode}; see {log.name}")
     summary: dict[str, Any] = json.loads((folder / f"seed-{seed}" / "summary.json").read_text())
+    recipe = config.load(folder / f"seed-{seed}" / "recipe.toml")
+    samples_per_step = recipe.trainer.groups_per_step * recipe.generation.num_generations
     spent = {kind: last[kind] - (first or {}).get(kind, 0.0) for kind in last}
-    total = sum(spent.values())
-    return summary | {"cpu_share": {kind: s / total for kind, s in spent.items()}}
+    total, steps = sum(spent.values()), max(1, last_step - first_step)
+    return summary | {
+        "all_samples_per_s": all_samples_per_s(
+            published(trainer_log), samples_per_step=samples_per_step
+        ),
+        "cpu_share": {kind: s / total for kind, s in spent.items()},
+        "cpu_s_per_step": {kind: s / steps for kind, s in spent.items()},
+    }
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ is in the versions of `trainer.txt`.
 `openenv.txt` is no service's: it is what an environment server of the tests needs beside `all.txt`,
 for a folder of its own (`pip install --target`), since openenv needs mcp < 2 where vLLM needs
 mcp >= 2. Its gradio is left out: servers show no page unless they are told to. `checkov.txt` is the
-same for checkov, which checks the manifests.
+same for checkov, which checks the manifests. `trackers.txt` is what the trackers of `[mirrors]`
+need beside `all.txt`: no service has them unless its user installs them.
 """
 
 import json
@@ -37,6 +38,10 @@ OTHERWISE = {"mcp"}
 CHECKER = "checkov==3.3.*"
 CHECKER_OTHERWISE = {"cachetools", "networkx", "packaging", "python-dateutil"}
 """Packages that CHECKER needs in another version than `all.txt` has."""
+TRACKERS = ("wandb", "trackio")
+"""Extras of pyproject.toml that no service needs: beside `all.txt`, for a folder of their own."""
+TRACKERS_OTHERWISE = {"pillow"}
+"""Packages that TRACKERS need in another version than `all.txt` has."""
 OLDER_PYTHON = 'async-timeout==5.0.1 ; python_full_version < "3.11.3"'
 """Redis' client needs it there, which a resolution by a newer Python does not see."""
 HEADER = "# Written by requirements/lock.py; install with `pip install --no-deps -r`.\n"
@@ -119,6 +124,7 @@ def main() -> None:
     """Resolve everything once, then write one list a service and `all.txt`."""
     project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
+    trackers = [line for name in TRACKERS for line in extras.pop(name)]
     everything = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
     versions, needs = resolve(everything)
     lists = {name: [*project["dependencies"], *lines] for name, lines in extras.items()}
@@ -126,8 +132,9 @@ def main() -> None:
     for name, roots in lists.items():
         write(name, closure(roots, versions, needs), versions)
     write_cuda(lists)
-    write_beside("openenv", SERVER, locked=versions, otherwise=OTHERWISE, left_out=NOT_SERVED)
-    write_beside("checkov", CHECKER, locked=versions, otherwise=CHECKER_OTHERWISE)
+    write_beside("openenv", [SERVER], locked=versions, otherwise=OTHERWISE, left_out=NOT_SERVED)
+    write_beside("checkov", [CHECKER], locked=versions, otherwise=CHECKER_OTHERWISE)
+    write_beside("trackers", trackers, locked=versions, otherwise=TRACKERS_OTHERWISE)
 
 
 def write(name: str, packages: set[str], versions: dict[str, str]) -> None:
@@ -141,15 +148,15 @@ def write(name: str, packages: set[str], versions: dict[str, str]) -> None:
 
 def write_beside(
     name: str,
-    root: str,
+    roots: list[str],
     *,
     locked: dict[str, str],
     otherwise: set[str],
     left_out: set[str] = LEFT_OUT,
 ) -> None:
-    """Write what `root` needs that is not `locked`, or is in another version there."""
-    versions, needs = resolve([root])
-    packages = closure([root], versions, needs, left_out=left_out)
+    """Write what `roots` need that is not `locked`, or is in another version there."""
+    versions, needs = resolve(roots)
+    packages = closure(roots, versions, needs, left_out=left_out)
     write(name, (packages - locked.keys()) | (packages & otherwise), versions)
 
 

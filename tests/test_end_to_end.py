@@ -134,9 +134,11 @@ def test_a_run_survives_the_death_of_a_generator_and_a_scorer(folder: Path) -> N
         for line in log_of(folder, "generator-1")
         if line["event"] == "phase" and line["phase"].startswith("fetching policy version")
     ]
-    assert len(fetched) == 2
-    assert fetched[0] == 1
-    assert fetched[1] > 4
+    # One start fetches one version, whatever is published before the values of its proof come.
+    first, *late = fetched
+    assert first == 1
+    assert len(late) == 1
+    assert late[0] > 4
 
 
 def test_both_replicas_produced(folder: Path) -> None:

@@ -14,6 +14,8 @@ from headrace.v1 import metrics_pb2 as wire
 
 from services.aggregator import group_ids, said, table
 from services.aggregator.table import MAX_AGE_S, MAX_INTEGER, BadColumns, Table
+from services.aggregator.traces import BadTrace, Trace
+from services.aggregator.traces import decode as decode_trace
 from services.common.config import RUN_NAME
 
 MAX_NAME = 200
@@ -67,6 +69,7 @@ class Batch:
     tables: tuple[Table, ...]
     """Partials by instrument; their times are still the producer's."""
     events: tuple[GroupEvent, ...]
+    traces: tuple[Trace, ...]
     rejected: tuple[Rejected, ...]
 
     @property
@@ -96,6 +99,13 @@ def decode(request: wire.PushDeltasRequest) -> Batch:
             events.append(event)
         else:
             rejected.append(event)
+    traces: list[Trace] = []
+    for trace in request.traces:
+        try:
+            traces.append(decode_trace(trace, now_s=request.now_s, service=request.service))
+        except BadTrace as error:
+            # Not named by the rollout: whoever logs a key once must not meet a new one each time.
+            rejected.append(Rejected("traces", "bad_trace", str(error)))
     return Batch(
         run=request.run,
         producer=request.producer,
@@ -106,6 +116,7 @@ def decode(request: wire.PushDeltasRequest) -> Batch:
         keys=keys,
         tables=tables,
         events=tuple(events),
+        traces=tuple(traces),
         rejected=tuple(rejected),
     )
 

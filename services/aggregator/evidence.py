@@ -3,6 +3,7 @@
 from sqlalchemy import Connection, func, select
 
 from services.aggregator import schema
+from services.aggregator.fleet_evidence import read_replicas
 from services.aggregator.history import Query, history
 from services.aggregator.lengths import STEP_KEY
 from services.aggregator.lines import on_line
@@ -19,6 +20,7 @@ POOLED: dict[str, tuple[str, Reduction]] = {
     "slots_busy_frac": ("rollout/slots_busy_frac", "ratio"),
     "slots_starved_frac": ("rollout/slots_starved_frac", "ratio"),
     "scorer_busy_frac": ("rollout/scorer_busy_frac", "ratio"),
+    "scorer_load_frac": ("rollout/scorer_load_frac", "ratio"),
     "score_block_s": ("rollout/score_block_s", "sum"),
     "backpressure_s": ("rollout/backpressure_s", "sum"),
     "outstanding_frac": ("pace/outstanding_frac", "ratio"),
@@ -35,6 +37,9 @@ COUNTED = {"groups_generated": "rollout/request_wait_s", "groups_scored": "rollo
 TOOL_LATENCY = ("tools/", "/latency_s")
 """Around a tool's name."""
 
+ENVIRONMENT_SECONDS = ("rollout/env_s/", "")
+"""Around an environment's name."""
+
 FUNCTION_SECONDS = ("reward/function_s/", "")
 """Around a reward function's name."""
 
@@ -48,8 +53,9 @@ def read_window(connection: Connection, run: RunRow, *, num_steps: int) -> Windo
     if not lengths:
         return Window(steps=())
     since, until = min(lengths), max(lengths) + 1
+    generators, scorers = read_replicas(connection, run, since, until)
     parts = {
-        part: _history(connection, run, f"perf/{part}", "mean", since, until, until - since)
+        part: values(connection, run, f"perf/{part}", "mean", since, until, until - since)
         for part in STEP_PARTS
     }
     return Window(
@@ -57,15 +63,18 @@ def read_window(connection: Connection, run: RunRow, *, num_steps: int) -> Windo
             Step(
                 step=step,
                 step_s=lengths[step],
-                **{part: values.get(step) for part, values in parts.items()},
+                **{part: found.get(step) for part, found in parts.items()},
             )
             for step in sorted(lengths)
         ),
         tool_latency_s=_seconds_by_name(connection, run, TOOL_LATENCY, since, until),
+        environment_s=_seconds_by_name(connection, run, ENVIRONMENT_SECONDS, since, until),
         function_s=_seconds_by_name(connection, run, FUNCTION_SECONDS, since, until),
+        generators=generators,
+        scorers=scorers,
         **{
             field: next(
-                iter(_history(connection, run, key, reduction, since, until, 1).values()), None
+                iter(values(connection, run, key, reduction, since, until, 1).values()), None
             )
             for field, (key, reduction) in POOLED.items()
         },
@@ -102,11 +111,11 @@ def _last_lengths(connection: Connection, run: RunRow, num_steps: int) -> dict[i
     if not newest:
         return {}
     since, until = min(newest), max(newest) + 1
-    found = _history(connection, run, STEP_KEY, "mean", since, until, until - since)
+    found = values(connection, run, STEP_KEY, "mean", since, until, until - since)
     return {step: seconds for step, seconds in found.items() if seconds > 0}
 
 
-def _history(
+def values(
     connection: Connection,
     run: RunRow,
     key: str,
@@ -114,14 +123,17 @@ def _history(
     since: int,
     until: int,
     max_points: int,
+    *,
+    width: int | None = None,
 ) -> dict[int, float]:
-    """Values of since <= step < until, by the first step of each of `max_points` windows."""
+    """Values of since <= step < until, by the first step of each of `max_points` windows; of
+    windows of `width` steps, which begin at multiples of it, where that is given."""
     series = find_series(connection, run, key)
     if series is None:
         return {}
-    query = Query("step", reduction, since=since, until=until, max_points=max_points)
+    query = Query("step", reduction, since=since, until=until, max_points=max_points, width=width)
     points = history(connection, run, series, query).points
-    return {point.x: point.value for point in points if point.value is not None}
+    return {x: value for x, value in zip(points.x, points.value, strict=True) if value is not None}
 
 
 def _observations(
@@ -145,7 +157,7 @@ def _observations(
 def _seconds_by_name(
     connection: Connection, run: RunRow, around: tuple[str, str], since: int, until: int
 ) -> dict[str, float]:
-    """Seconds spent in each tool, or in each reward function."""
+    """Seconds spent in each tool, environment or reward function."""
     before, after = around
     series, table = schema.series, schema.partials
     rows = connection.execute(

@@ -37,6 +37,7 @@ from services.aggregator.schema import BUCKET_S, STEP_BLOCK, TIME_BLOCK, TIME_LA
 from services.aggregator.store import Store, Writing
 from services.aggregator.table import Table
 from services.aggregator.transaction import Changed
+from services.common.traces_config import Traces
 
 REFUSED = -1
 """Instead of the series of a key that has none."""
@@ -68,11 +69,17 @@ class Ingest:
     """Takes batches into the store, and records ingest/* about them as the producer `producer`."""
 
     def __init__(
-        self, store: Store, *, catalogue: Catalogue = CATALOGUE, producer: str = "aggregator"
+        self,
+        store: Store,
+        *,
+        catalogue: Catalogue = CATALOGUE,
+        producer: str = "aggregator",
+        traces: Traces = Traces(),  # noqa: B008 - it is frozen
     ) -> None:
         self._store = store
         self._catalogue = catalogue
         self._producer = producer
+        self._traces = traces
 
     def take(self, batch: Batch, *, now_s: float) -> Receipt:
         """Add a batch that arrived at `now_s`, in one transaction; the same batch again changes
@@ -115,7 +122,9 @@ class Ingest:
                 receipts.append(receipt)
             for name, found in about.items():
                 self._record(writing, writing.run(name, now_s=found.now_s), found)
-            writing.transaction.finish(now_s=max(found.now_s for found in about.values()))
+            writing.transaction.finish(
+                now_s=max(found.now_s for found in about.values()), traces=self._traces
+            )
         return receipts
 
     def _owner(self, writing: Writing, batch: Batch, now_s: float) -> tuple[Run, int, int, int]:
@@ -162,6 +171,7 @@ class Ingest:
             transaction.add(run, source_id, places, table.rows(shift_s))
         _see(changed, producer_id, first_s, now_s)
         changed.events.extend((event, event.at_s + shift_s) for event in batch.events)
+        changed.traces.extend((trace, trace.at_s + shift_s) for trace in batch.traces)
         return Receipt(accepted=accepted, duplicate=False, rejected=tuple(rejected))
 
     def _known(

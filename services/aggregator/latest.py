@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, select, tuple_
+from sqlalchemy import BigInteger, Connection, and_, column, func, select, values
 
 from services.aggregator import schema
 from services.aggregator.history import Point, Query, history, point
@@ -19,6 +19,9 @@ from services.aggregator.series import RunRow, SeriesRow, all_series
 
 KEYS_PER_SELECT = 500
 """Steps looked up by one statement."""
+
+PLACE = ("series_id", "attempt", "step")
+"""Where a partial is, up to its producer and its wall time."""
 
 STEPS_BACK = 64
 """How far a replica's last value (sum_last) and a step that has ended (rate) are looked for."""
@@ -122,16 +125,21 @@ def _heads(
 def _at(connection: Connection, heads: Iterable[_Head]) -> dict[int, Partial]:
     """The pooled partials of each head's step, by series."""
     table = schema.partials
-    where = (table.c.series_id, table.c.attempt, table.c.step)
     heads = list(heads)
     keys = [(head.series.id, head.attempt, head.step) for head in heads]
     instruments = {head.series.id: head.series.instrument for head in heads}
     pooled: dict[int, Partial] = {}
     for start in range(0, len(keys), KEYS_PER_SELECT):
         rows: defaultdict[int, list[Row]] = defaultdict(list)
+        # A table to join with: for `(a, b, c) IN (...)` SQLite reads all rows there are.
+        wanted = (
+            values(*(column(name, BigInteger) for name in PLACE), name="wanted")
+            .data(keys[start : start + KEYS_PER_SELECT])
+            .cte("wanted")
+        )
         for row in connection.execute(
-            select(table.c.series_id, *(table.c[name] for name in SCALAR_NAMES)).where(
-                tuple_(*where).in_(keys[start : start + KEYS_PER_SELECT])
+            select(table.c.series_id, *(table.c[name] for name in SCALAR_NAMES)).join_from(
+                wanted, table, and_(*(table.c[name] == wanted.c[name] for name in PLACE))
             )
         ):
             rows[row[0]].append(row[1:])

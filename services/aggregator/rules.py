@@ -5,12 +5,15 @@ rule is undecided when all that speaks against it is the absence of something.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from services.aggregator.window import TRAINING, Shares, Window, environment_frac
 
 T = TypeVar("T")
+
+PAUSED_FRAC = 0.10
+"""Generators that are paused for less of the time are not held back by it."""
 
 Name = Literal[
     "environment-bound",
@@ -82,6 +85,9 @@ class Rule:
     share: Callable[[Shares, Window], float | None]
     needs: tuple[str, ...] = ()
     """Parts of a step that only the share needs."""
+    spread: int = 0
+    """Steps before and after one that are looked at with it when it is asked in how many steps the
+    rule holds: what comes in lumps is no part of every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +113,26 @@ def _pooled(name: str) -> Callable[[Shares, Window], float | None]:
     return read
 
 
-def _sync_share(shares: Shares, window: Window) -> float | None:
-    both = (shares["weight_sync_s"], window.generator_paused_frac)
+def sync_share(shares: Shares, window: Window) -> float | None:
+    """Publishing holds the trainer, and loading the generators: the larger of the two. A pause
+    costs a step no more than the trainer waits."""
+    both = (shares["weight_sync_s"], _pause_share(shares, window))
     largest = max((share for share in both if share is not None), default=None)
     return None if largest is None else min(1.0, max(0.0, largest))
+
+
+def _pause_share(shares: Shares, window: Window) -> float | None:
+    """Of a step, what the trainer waits for because generators are paused, where that is much."""
+    wait, paused = shares["rollout_wait_s"], window.generator_paused_frac
+    if wait is None or paused is None:
+        return None
+    return min(wait, paused) if paused >= PAUSED_FRAC else 0.0
+
+
+def _generation_share(shares: Shares, window: Window) -> float | None:
+    """The trainer's wait, but for what generators were paused of it: that is the sync's."""
+    wait = shares["rollout_wait_s"]
+    return None if wait is None else wait - (_pause_share(shares, window) or 0.0)
 
 
 def _wait(compare: Compare, limit: float) -> Condition:
@@ -150,9 +172,12 @@ _ENVIRONMENT = Condition(
     optional=True,
 )
 
+SPREAD = 2
+"""A version may come every few steps, and a straggler now and then."""
+
 RULES = (
-    Rule("environment-bound", (*_GENERATION, (_ENVIRONMENT,)), _part("rollout_wait_s")),
-    Rule("generation-bound", _GENERATION, _part("rollout_wait_s")),
+    Rule("environment-bound", (*_GENERATION, (_ENVIRONMENT,)), _generation_share),
+    Rule("generation-bound", _GENERATION, _generation_share),
     Rule(
         "scoring-bound",
         (
@@ -177,6 +202,7 @@ RULES = (
             ),
         ),
         _part("straggler_wait_s"),
+        spread=SPREAD,
     ),
     Rule(
         "pacing-bound",
@@ -194,16 +220,38 @@ RULES = (
                 Condition(
                     "perf/weight_sync_s", "share of a step", _part("weight_sync_s"), ">=", 0.10
                 ),
-                _share_of_time("perf/generator_paused_frac", 0.10),
+                _share_of_time("perf/generator_paused_frac", PAUSED_FRAC),
+            ),
+            (
+                Condition(
+                    "perf/weight_sync_s", "share of a step", _part("weight_sync_s"), ">=", 0.10
+                ),
+                _wait(">=", 0.10),
             ),
         ),
-        _sync_share,
+        sync_share,
+        spread=SPREAD,
     ),
     Rule(
         "training-bound",
         (
             (_wait("<", 0.05),),
-            (_waiting("samples", ">="), _held_back("rollout/backpressure_s")),
+            # One that waits for stragglers waits, whatever else it has.
+            (
+                Condition(
+                    "perf/straggler_wait_s",
+                    "share of a step, 0 where it is absent",
+                    lambda shares, _window: shares["straggler_wait_s"] or 0.0,
+                    "<",
+                    0.05,
+                ),
+            ),
+            (
+                _waiting("samples", ">="),
+                _held_back("rollout/backpressure_s"),
+                # Where little may be under way, less than a step waits, and generators starve.
+                replace(_share_of_time("rollout/slots_starved_frac", 0.20), optional=True),
+            ),
         ),
         _part("training_s"),
         needs=TRAINING,
@@ -230,6 +278,13 @@ def find(rule: Rule, shares: Shares, window: Window) -> Finding:
         holds = None
         missing += [f"perf/{part}" for part in rule.needs if shares[part] is None]
     return Finding(rule, holds, share, evidence, distinct(missing))
+
+
+def holds(rule: Rule, shares: Shares, window: Window) -> bool:
+    """Whether find() says that it holds, without the evidence: cheap enough for every step."""
+    return rule.share(shares, window) is not None and all(
+        any(condition.look(shares, window).holds for condition in clause) for clause in rule.clauses
+    )
 
 
 def distinct(values: Iterable[T]) -> tuple[T, ...]:

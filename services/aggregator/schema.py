@@ -33,7 +33,7 @@ from sqlalchemy.pool import QueuePool
 
 from services.common.errors import UserError
 
-SCHEMA_VERSION = "3"
+SCHEMA_VERSION = "5"
 """Rises with every change of the tables; a database of another version is refused."""
 
 BUCKET_S = 10
@@ -319,15 +319,120 @@ count, in one transaction.
 """
 
 
+FIRING_ONLY = text("ended_s IS NULL")
+
+alerts = Table(
+    "alerts",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("run_id", ForeignKey("runs.id"), nullable=False),
+    Column("name", Text, nullable=False),
+    Column("severity", Text, nullable=False),
+    Column("sentence", Text, nullable=False),
+    # What was compared, and the step that was open.
+    Column("value", Double),
+    Column("step", BigInteger, nullable=False),
+    Column("fired_s", Double, nullable=False),
+    # Null: it is firing.
+    Column("ended_s", Double),
+    Column("ended_because", Text),
+    # One alert of a name fires at a time, whoever else watches the run.
+    Index(
+        "alerts_firing",
+        "run_id",
+        "name",
+        unique=True,
+        sqlite_where=FIRING_ONLY,
+        postgresql_where=FIRING_ONLY,
+    ),
+    sqlite_autoincrement=True,
+)
+
+alert_calls = Table(
+    "alert_calls",
+    metadata,
+    Column("alert_id", ForeignKey("alerts.id"), primary_key=True),
+    # fired or ended.
+    Column("event", Text, primary_key=True),
+    Column("run_id", ForeignKey("runs.id"), nullable=False),
+    # pending, sent or failed.
+    Column("state", Text, nullable=False),
+    Column("tries", Integer, nullable=False),
+    Column("next_s", Double, nullable=False),
+    Column("error", Text),
+    Index("alert_calls_by_state", "run_id", "state"),
+)
+"""What a webhook is to be told, or was."""
+
+mirrored = Table(
+    "mirrored",
+    metadata,
+    Column("run_id", ForeignKey("runs.id"), primary_key=True),
+    Column("mirror", Text, primary_key=True),
+    # The latest that is taken account of, and that with which steps went back last.
+    Column("attempt", BigInteger, nullable=False),
+    Column("began", BigInteger, nullable=False),
+    # The next step that it gets.
+    Column("step", BigInteger, nullable=False),
+)
+"""How far each mirror has come."""
+
+
+traces = Table(
+    "traces",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("run_id", ForeignKey("runs.id"), nullable=False),
+    Column("rollout_id", Text, nullable=False),
+    Column("group_id", Text, nullable=False),
+    Column("row_index", BigInteger, nullable=False),
+    # The oldest policy version of its group.
+    Column("version", BigInteger, nullable=False),
+    Column("end_reason", Integer, nullable=False),
+    Column("at_s", Double, nullable=False),
+    # Of what follows.
+    Column("num_bytes", BigInteger, nullable=False),
+    # JSON, as traces.py writes it.
+    Column("summary", Text, nullable=False),
+    # The message, deflated.
+    Column("body", LargeBinary, nullable=False),
+    UniqueConstraint("run_id", "rollout_id"),
+    Index("traces_by_age", "run_id", "id", "num_bytes"),
+    Index("traces_by_version", "run_id", "version"),
+    sqlite_autoincrement=True,
+)
+"""Conversations that are shown: the newest of each run."""
+
+
+recipes = Table(
+    "recipes",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    # Not an id: an aggregator says its recipe before anything is heard of the run.
+    Column("run_name", Text, nullable=False),
+    Column("since_s", Double, nullable=False),
+    # JSON, as recipes.py writes it.
+    Column("content", Text, nullable=False),
+    Index("recipes_by_run", "run_name", "since_s"),
+)
+"""What runs were started with, without secrets."""
+
+
 def make_engine(database: str, *, password: str | None = None) -> Engine:
     """The engine of an SQLAlchemy URL, with its user's password where the URL has none. Raises
-    UserError for one that cannot be used."""
+    UserError for one that cannot be used. Its errors hide what was to be written: traces are users'
+    data, and errors are logged."""
     try:
         url = make_url(database)
         if password is not None:
             url = url.set(password=password)
         if url.get_backend_name() != "sqlite":
-            return create_engine(url, pool_pre_ping=True, isolation_level="REPEATABLE READ")
+            return create_engine(
+                url,
+                pool_pre_ping=True,
+                isolation_level="REPEATABLE READ",
+                hide_parameters=True,
+            )
         if url.database in (None, "", ":memory:"):
             raise UserError(
                 "aggregator.database: SQLite in memory keeps nothing; name a file: sqlite:///PATH"
@@ -336,6 +441,7 @@ def make_engine(database: str, *, password: str | None = None) -> Engine:
             url,
             poolclass=QueuePool,
             connect_args={"timeout": SQLITE_BUSY_S, "check_same_thread": False},
+            hide_parameters=True,
         )
     except (ArgumentError, NoSuchModuleError) as error:
         raise UserError(f"aggregator.database: not a database URL: {error}") from None

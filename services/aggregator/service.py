@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,7 +19,8 @@ from headrace.v1 import metrics_pb2 as wire
 from headrace.v1 import metrics_pb2_grpc
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.aggregator import http_server, maintenance, retention
+from services.aggregator import alerts, http_server, maintenance, recipes, retention
+from services.aggregator.alert_rules import Rule, compile_rules
 from services.aggregator.api.app import create_app
 from services.aggregator.api.backend import Backend
 from services.aggregator.batch import BadBatch
@@ -26,7 +29,11 @@ from services.aggregator.group_commit import GroupCommit
 from services.aggregator.http_server import DRAIN_S
 from services.aggregator.ingest import Ingest
 from services.aggregator.intake import Intake
+from services.aggregator.leading import Leading
+from services.aggregator.mirrors import feeding as mirroring
+from services.aggregator.mirrors.types import Mirror
 from services.aggregator.store import Store
+from services.aggregator.webhook import Webhook, webhook_of
 from services.common import grpc_kit, lifecycle, secret_keys
 from services.common.background import unless
 from services.common.certificates import certificates_of
@@ -103,6 +110,9 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
     async with contextlib.AsyncExitStack() as stack:
         tokens, certificates = tokens_of(network), certificates_of(network)
         database_password = secret_keys.database_password(recipe.aggregator)
+        catalogue = with_custom(recipe.metrics)
+        rules = compile_rules(recipe.alerts, catalogue)
+        webhook, mirrors = webhook_of(recipe.alerts), mirroring.mirrors_of(recipe)
         http_port = recipe.aggregator.http_port
         listening = stack.enter_context(http_server.listen(network.host, http_port))
         http_port = listening.getsockname()[1]
@@ -112,7 +122,6 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
         writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         stack.callback(writer.shutdown)
         keep_s = retention.days_to_s(recipe.aggregator.keep_runs_days)
-        catalogue = with_custom(recipe.metrics)
         backend = Backend(
             store,
             catalogue,
@@ -122,6 +131,7 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
             run=recipe.run,
             draining=state.stopping,
         )
+        await backend.write(partial(recipes.remember, store, recipe, now_s=time.time()))
         sweeping = asyncio.create_task(
             retention.keep_sweeping(
                 store,
@@ -131,7 +141,7 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
             ),
             name="sweeping",
         )
-        ingest = Ingest(store, catalogue=catalogue, producer=state.producer)
+        ingest = Ingest(store, catalogue=catalogue, producer=state.producer, traces=recipe.traces)
         batches = GroupCommit(ingest, write=backend.write)
         working = asyncio.create_task(
             maintenance.keep_working(
@@ -145,7 +155,9 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
         copying = asyncio.create_task(
             maintenance.keep_checkpointing(store, write=backend.write), name="checkpoints"
         )
-        stack.push_async_callback(lifecycle.cancel, sweeping, working, copying)
+        watching, feeding = _watching(recipe, backend, rules, webhook, mirrors, stack)
+        tasks = (sweeping, working, copying, watching, feeding)
+        stack.push_async_callback(lifecycle.cancel, *tasks)
         servicer = Metrics(batches, backend.intake)
         served = await grpc_kit.serve(
             network,
@@ -189,11 +201,56 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
             if http.done():
                 http.result()
                 raise RuntimeError("the HTTP server ended by itself")
-            for task in (sweeping, working, copying):
+            for task in tasks:
                 if task.done():
                     task.result()
             await state.set_ready(bool(await unless(state.stopping, _writable(backend))))
         await state.set_ready(False)
+
+
+def _watching(
+    recipe: Recipe,
+    backend: Backend,
+    rules: tuple[Rule, ...],
+    webhook: Webhook | None,
+    mirrors: list[Mirror],
+    stack: contextlib.AsyncExitStack,
+) -> tuple[asyncio.Task[None], asyncio.Task[None]]:
+    """The tasks that look at the recipe's run: of alerts, and of mirrors; each with a claim of its
+    own, so that none waits for another."""
+    store, run = backend.store, recipe.run
+
+    def claim(what: str) -> Callable[[], bool]:
+        leading = Leading(store.engine, run, what=what)
+        stack.callback(leading.close)
+        return leading.holds
+
+    watch = alerts.Watch(
+        store, run, rules, webhook=webhook, stuck_after_s=recipe.ledger.stuck_after_s
+    )
+    watching = alerts.keep_watching(
+        watch,
+        write=backend.write,
+        leads=claim("alerts"),
+        every_s=recipe.alerts.every_s,
+        start_s=alerts.START_S,
+    )
+    feedings = [
+        mirroring.Feeding(
+            store,
+            run,
+            mirror,
+            catalogue=backend.catalogue,
+            settle_s=recipe.mirrors.settle_s,
+            leads=claim(f"mirrors/{mirror.name}"),
+        )
+        for mirror in mirrors
+    ]
+    feeding = mirroring.keep_feeding(feedings, write=backend.write, every_s=mirroring.EVERY_S)
+    return (
+        asyncio.create_task(watching, name="alerts"),
+        asyncio.create_task(feeding, name="mirrors"),
+    )
 
 
 async def _writable(backend: Backend) -> bool:

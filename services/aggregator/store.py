@@ -31,6 +31,9 @@ DELETED_AT_ONCE = 20_000
 """Rows of a run that one transaction deletes, so that batches need not wait for all of them."""
 
 OF_A_RUN = (
+    schema.alert_calls,
+    schema.alerts,
+    schema.mirrored,
     schema.series,
     schema.producers,
     schema.attempts,
@@ -39,6 +42,7 @@ OF_A_RUN = (
     schema.ledger_groups,
     schema.ledger_archive,
     schema.ledger_counts,
+    schema.traces,
 )
 """Tables whose rows belong to a run."""
 
@@ -235,6 +239,7 @@ class Store:
                 connection.execute(delete(table).where(column.in_(found)))
             for table in OF_A_RUN:
                 connection.execute(delete(table).where(table.c.run_id == run_id))
+            connection.execute(delete(schema.recipes).where(schema.recipes.c.run_name == name))
             connection.execute(delete(runs).where(runs.c.id == run_id))
             return True
 

@@ -1,8 +1,9 @@
 """What batches may do to the store, inside one transaction.
 
 Everything that two writers could touch at once is locked in the same order by all of them: boots,
-ledgers, stale blocks, clock, attempts, producers, runs, and the revision last; each of them in the
-order of its key. Ids are made before (registry.py), on PostgreSQL in transactions of their own.
+ledgers, traces, stale blocks, clock, attempts, producers, runs, and the revision last; each of them
+in the order of its key. Ids are made before (registry.py), on PostgreSQL in transactions of their
+own.
 """
 
 import json
@@ -15,12 +16,14 @@ from typing import Any
 from sqlalchemy import Connection, case, delete, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.aggregator import ledger, schema
+from services.aggregator import ledger, schema, trace_store
 from services.aggregator.batch import GroupEvent
 from services.aggregator.reduce import Instrument
 from services.aggregator.registry import Attempt, Block, Place, Run
 from services.aggregator.rows import COLUMN_NAMES, COLUMNS_OF, DENOMINATOR_HIGH, N, Row, added
 from services.aggregator.statements import insert_new, replace, widen
+from services.aggregator.traces import Trace
+from services.common.traces_config import Traces
 
 CLOCK_KEPT = 10_000
 """Entries of a run's clock that are remembered."""
@@ -46,6 +49,8 @@ class Changed:
     """First and last time that each was seen."""
     events: list[tuple[GroupEvent, float]] = field(default_factory=list)
     """What happened to groups, with the time on this clock."""
+    traces: list[tuple[Trace, float]] = field(default_factory=list)
+    """Conversations to show, with the time on this clock."""
 
 
 class Transaction:
@@ -141,11 +146,14 @@ class Transaction:
         ).first()
         return None if found is None else tuple(found)
 
-    def finish(self, *, now_s: float) -> None:
-        """Write what was changed. Raises RunGone."""
+    def finish(self, *, now_s: float, traces: Traces) -> None:
+        """Write what was changed; `traces` says how many are kept. Raises RunGone."""
         changed = [self._changed[name] for name in sorted(self._changed)]
-        for run, each in sorted(changed, key=lambda pair: pair[0].id):
+        by_id = sorted(changed, key=lambda pair: pair[0].id)
+        for run, each in by_id:
             ledger.write(self._connection, run.id, each.events)
+        for run, each in by_id:
+            trace_store.write(self._connection, run.id, each.traces, settings=traces)
         blocks = {}
         for run, each in changed:
             self._write_rows(each.rows)

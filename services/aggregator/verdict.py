@@ -7,14 +7,14 @@ does not hold, and where it could have decided, it is named as missing.
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from services.aggregator.lagging import Lag, lagging
 from services.aggregator.prediction import Stages, predict, stage_times
-from services.aggregator.rules import RULES, Evidence, Finding, Name, distinct, find
-from services.aggregator.window import Window, all_shares
+from services.aggregator.rules import RULES, Evidence, Finding, Name, distinct, find, holds
+from services.aggregator.window import Window, all_shares, mean_step_s
 
 Confidence = Literal["high", "medium", "low"]
 
@@ -22,7 +22,7 @@ DEFAULT_STEPS = 20
 """Steps of a window; a shorter one is never judged with high confidence."""
 
 MIN_STEPS = 3
-"""Fewer steps have no median worth the name."""
+"""Of fewer steps one may be anything."""
 
 HIGH_FRAC, MEDIUM_FRAC = 0.8, 0.5
 """Share of the steps in which the conditions hold, for this confidence."""
@@ -37,7 +37,7 @@ class Verdict:
     first_step: int | None
     last_step: int | None
     step_s: float | None = None
-    """Median seconds of a step."""
+    """Mean seconds of a step."""
     share: float | None = None
     """Of a step, that the verdict costs."""
     confidence: Confidence | None = None
@@ -54,6 +54,9 @@ class Verdict:
     """Predicted, if it were `speed_up` times as fast."""
     culprit: str | None = None
     """Of environment-bound: the tool or the environment. Of scoring-bound: the reward function."""
+    lag: Lag | None = None
+    """The replica that lags in what the verdict is about: of generation-bound, environment-bound,
+    straggler-bound and sync-bound a generator, of scoring-bound a scorer."""
 
 
 def judge(window: Window, *, speed_up: float | None = None) -> Verdict:
@@ -92,7 +95,7 @@ def judge(window: Window, *, speed_up: float | None = None) -> Verdict:
         num_steps=len(steps),
         first_step=first,
         last_step=last,
-        step_s=statistics.median(step.step_s for step in steps),
+        step_s=mean_step_s(steps),
         share=None if best is None else best.share,
         confidence=_confidence(best, undecided, window),
         evidence=everything if best is None else best.evidence,
@@ -103,6 +106,7 @@ def judge(window: Window, *, speed_up: float | None = None) -> Verdict:
         speed_up=speed_up,
         step_s_at_speed_up=None if speed_up is None else predict(name, window, stages, speed_up),
         culprit=_culprit(name, window),
+        lag=_lag(name, window),
     )
 
 
@@ -120,10 +124,11 @@ def _confidence(
                 # What is missing may have named a larger cost.
                 return "low"
     rules = RULES if best is None else (best.rule,)
+    spread = 0 if best is None else best.rule.spread
     num_holding = 0
-    for step in window.steps:
-        shares = all_shares((step,))
-        found = any(find(rule, shares, window).holds for rule in rules)
+    for place in range(len(window.steps)):
+        shares = all_shares(window.steps[max(0, place - spread) : place + spread + 1])
+        found = any(holds(rule, shares, window) for rule in rules)
         num_holding += found == (best is not None)
     frac = num_holding / len(window.steps)
     if frac >= HIGH_FRAC and len(window.steps) >= DEFAULT_STEPS:
@@ -136,12 +141,30 @@ def _culprit(name: Name, window: Window) -> str | None:
     match name:
         case "environment-bound":
             if (window.env_s or 0.0) > (window.tool_s or 0.0):
-                return "the environment"
+                slowest = _slowest(window.environment_s)
+                return "the environment" if slowest is None else f"the environment {slowest}"
             slowest = _slowest(window.tool_latency_s)
             return "the tools" if slowest is None else f"the tool {slowest}"
         case "scoring-bound":
             slowest = _slowest(window.function_s)
             return "the reward functions" if slowest is None else f"the reward function {slowest}"
+    return None
+
+
+def _lag(name: Name, window: Window) -> Lag | None:
+    """The replica to look at first; of sync-bound only one that new weights hold."""
+    match name:
+        case "generation-bound" | "environment-bound":
+            return next(iter(lagging(window.generators)), None)
+        case "straggler-bound":
+            # All conversations of a slow engine are late.
+            lags = (lag for lag in lagging(window.generators) if lag.why == "pace")
+            return min(lags, key=lambda lag: lag.value, default=None)
+        case "sync-bound":
+            held = (lag for lag in lagging(window.generators) if lag.why == "paused")
+            return max(held, key=lambda lag: lag.value, default=None)
+        case "scoring-bound":
+            return next(iter(lagging(window.scorers)), None)
     return None
 
 

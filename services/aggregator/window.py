@@ -4,9 +4,10 @@ A value that was not measured is None, never 0.
 """
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+
+from services.aggregator.lagging import Replica
 
 Shares = Mapping[str, float | None]
 """Parts of a step over its length, by name: 0 to 1, or None where absent."""
@@ -53,6 +54,10 @@ class Step:
         found = [getattr(self, part) for part in parts]
         return None if None in found else math.fsum(found)
 
+    def share(self, seconds: float | None) -> float | None:
+        """Of the step, 0 to 1: parts are timed apart from it and may differ by a clock's tick."""
+        return None if seconds is None else min(1.0, max(0.0, seconds / self.step_s))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
@@ -81,10 +86,17 @@ class Window:
     groups_generated: float | None = None
     groups_scored: float | None = None
     """Groups that these stages took in the window; None when none."""
+    scorer_load_frac: float | None = None
+    """Of what scorers can have in work at a time, what they had."""
     tool_latency_s: Mapping[str, float] = field(default_factory=dict)
     """Total seconds of calls, by tool."""
+    environment_s: Mapping[str, float] = field(default_factory=dict)
+    """Total seconds of conversations in it, by environment."""
     function_s: Mapping[str, float] = field(default_factory=dict)
     """Total seconds of calls, by reward function."""
+    generators: tuple[Replica, ...] = ()
+    scorers: tuple[Replica, ...] = ()
+    """What each live replica did."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -93,22 +105,38 @@ class Window:
                 raise ValueError(f"{each.name}: {value} is no measurement")
 
 
+def mean_step_s(steps: Iterable[Step]) -> float:
+    """Mean seconds of a step: what a run of many such steps takes. There must be some."""
+    lengths = [step.step_s for step in steps]
+    return math.fsum(lengths) / len(lengths)
+
+
 def share_of_step(steps: Iterable[Step], *parts: str) -> float | None:
-    """Median seconds of the parts over the median step; None when fewer than half of the steps have
-    them all."""
+    """All seconds of the parts over all seconds of the steps; None when fewer than half of the
+    steps have them all.
+
+    Totals and not medians: what comes in lumps, as a version every fourth step or a straggler now
+    and then, costs what it costs on the average, and has a median of 0.
+    """
     steps = tuple(steps)
+    if len(steps) == 1:
+        return steps[0].share(steps[0].seconds(*parts))
     found = [(each.seconds(*parts), each.step_s) for each in steps]
     known = [(seconds, step_s) for seconds, step_s in found if seconds is not None]
     if not known or 2 * len(known) < len(steps):
         return None
-    # Of the same steps: the median of what is never above the step is never above its median.
-    share = statistics.median(part for part, _ in known) / statistics.median(s for _, s in known)
+    share = math.fsum(part for part, _ in known) / math.fsum(step_s for _, step_s in known)
     # The parts are timed apart from the step: their sum may differ from it by a clock's tick.
     return min(1.0, max(0.0, share))
 
 
 def all_shares(steps: tuple[Step, ...]) -> Shares:
     """All parts of STEP_PARTS and `training_s`, over some steps or of one."""
+    if len(steps) == 1:
+        # A history asks this of thousands of steps: the medians of one value are dear.
+        (step,) = steps
+        alone = {part: step.share(getattr(step, part)) for part in STEP_PARTS}
+        return {**alone, "training_s": step.share(step.seconds(*TRAINING))}
     shares = {part: share_of_step(steps, part) for part in STEP_PARTS}
     return {**shares, "training_s": share_of_step(steps, *TRAINING)}
 

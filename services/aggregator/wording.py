@@ -1,5 +1,6 @@
 """A verdict in words: one sentence, and what to turn next."""
 
+from services.aggregator.lagging import Lag
 from services.aggregator.rules import Name
 from services.aggregator.verdict import MIN_STEPS, Verdict
 
@@ -56,7 +57,25 @@ def knob(verdict: Verdict) -> str:
     """What to turn next."""
     if verdict.name == "not enough data" and verdict.num_steps >= MIN_STEPS:
         return "find out why the missing metrics do not arrive: which service does not report?"
-    return KNOBS[verdict.name].format(culprit=verdict.culprit)
+    turn = KNOBS[verdict.name].format(culprit=verdict.culprit)
+    if verdict.lag is None:
+        return turn
+    return f"look at {verdict.lag.replica} first, which {lags(verdict.lag)}; then: {turn}"
+
+
+def lags(lag: Lag) -> str:
+    """In what a replica lags.
+
+    Example: "serves version 40 where another serves 45".
+    """
+    match lag.why:
+        case "version":
+            return f"serves version {lag.value:.0f} where another serves {lag.others:.0f}"
+        case "paused":
+            return f"is paused {percent(lag.value)} of the time, the others {percent(lag.others)}"
+        case "pace":
+            # Scorers make groups and generators tokens: what both have is the comparison.
+            return f"works at {percent(lag.value / lag.others)} of the others' pace"
 
 
 def seconds(value: float) -> str:
@@ -72,7 +91,8 @@ def percent(value: float | None) -> str:
 def _finding(verdict: Verdict) -> str:
     if verdict.name == "not enough data":
         return _lacking(verdict)
-    waits = f"the trainer waits {_of_step(verdict, verdict.share)}"
+    wait_share = _value(verdict, "perf/rollout_wait_s")
+    waits = f"the trainer waits {_of_step(verdict, wait_share)}"
     match verdict.name:
         case "environment-bound":
             there = percent(_value(verdict, "rollout/tool_s + rollout/env_s"))
@@ -81,7 +101,8 @@ def _finding(verdict: Verdict) -> str:
                 "environment"
             )
         case "straggler-bound":
-            return f"{waits} for groups that are about to become too old"
+            late = _of_step(verdict, verdict.share)
+            return f"the trainer waits {late} for groups that are about to become too old"
         case "pacing-bound":
             return f"{waits} while generators starve: no more groups may be under way"
         case "sync-bound":
@@ -92,14 +113,10 @@ def _finding(verdict: Verdict) -> str:
                 return f"generators are paused {percent(verdict.share)} of the time for new weights"
             return f"publishing weights holds the trainer {_of_step(verdict, verdict.share)}"
         case "training-bound":
-            wait = percent(_value(verdict, "perf/rollout_wait_s"))
-            return f"the trainer works {_of_step(verdict, verdict.share)} and waits {wait}"
+            works = _of_step(verdict, verdict.share)
+            return f"the trainer works {works} and waits {percent(wait_share)}"
         case "balanced":
-            wait_share = _value(verdict, "perf/rollout_wait_s")
-            return (
-                f"no stage alone holds the run back; the trainer waits "
-                f"{_of_step(verdict, wait_share)}"
-            )
+            return f"no stage alone holds the run back; {waits}"
     return waits
 
 

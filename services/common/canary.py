@@ -19,6 +19,9 @@ ROW_TOKENS = 16
 PERTURBATION = 0.05
 """Each tensor is multiplied by 1 + PERTURBATION * u, u uniform in [-1, 1)."""
 
+LORA_B = ".lora_B.weight"
+"""How the names of an adapter's second factors end, in the layout of peft."""
+
 
 def rows(vocab_size: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """The canary's tokens, int64 [ROWS, ROW_TOKENS]: uniform over the vocabulary, the same on
@@ -36,3 +39,14 @@ def factors(name: str, shape: tuple[int, ...]) -> "np.ndarray[Any, np.dtype[np.f
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     uniform = np.random.default_rng(seed).random(shape, dtype=np.float32)
     return (1.0 + PERTURBATION * (2.0 * uniform - 1.0)).astype(np.float32)
+
+
+def offsets(name: str, shape: tuple[int, ...]) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """What is added to tensor `name` once it is multiplied, float32: PERTURBATION * u of its shape
+    for the second factor of an adapter, else a 0 without dimensions.
+
+    An adapter begins with second factors of 0, which no multiplication moves.
+    """
+    if name.endswith(LORA_B):
+        return factors(name, shape) - np.float32(1.0)
+    return np.zeros((), np.float32)

@@ -1,6 +1,7 @@
 """The command line that all services share: `python -m services.NAME RECIPE [--set a.b=c]
 [--replica R] [--announce FILE]`, and `--node N` where a service may be on several machines."""
 
+import gc
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,18 @@ def _run(
     invocation = Invocation(recipe=loaded, announce=announce, node=node)
 
     async def body(state: lifecycle.Lifecycle) -> None:
+        state.on_ready_change(freeze_heap)
         await main(invocation, state)
 
     status = lifecycle.run(lambda: lifecycle.Lifecycle(service=service, replica=name), body)
     raise typer.Exit(status)
+
+
+async def freeze_heap(ready: bool) -> None:
+    """When a service is ready for the first time, spare the garbage collector what it has made so
+    far: it stays. With torch and vLLM that is 700,000 objects, and looking through them in every
+    full collection was a third of a generator's CPU time.
+    """
+    if ready and not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()

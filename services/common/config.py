@@ -15,11 +15,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from services.common import custom_metrics, generation_config, recipe_text, secret_keys
+from services.common import (
+    alerts_config,
+    custom_metrics,
+    generation_config,
+    recipe_text,
+    secret_keys,
+    weights_config,
+)
+from services.common.alerts_config import Alerts, Mirrors
 from services.common.custom_metrics import CustomMetric
 from services.common.errors import UserError
 from services.common.generation_config import Environments, Generation, Generator, Tools
 from services.common.section import Section
+from services.common.traces_config import Traces
 from services.common.training_config import (
     Advantage,
     Checkpoint,
@@ -28,6 +37,7 @@ from services.common.training_config import (
     Optimizer,
     Trainer,
 )
+from services.common.weights_config import Weights
 
 ENVIRONMENT_PREFIX = "HEADRACE_"
 """Environment variables `HEADRACE_SECTION__KEY` override the recipe; others with this prefix are
@@ -233,6 +243,9 @@ class Network(Section):
     """PEM key of that certificate."""
     tls_ca_file: str | None = None
     """PEM certificates of who may sign the certificates of others."""
+    peer_name: str | None = None
+    """Name in the certificate of every generator. With TLS, generators that fetch weights from each
+    other call addresses and expect this name; without it, the address."""
     max_message_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """Largest gRPC message, on both sides."""
     max_connections: Annotated[int, Field(ge=1)] = 1024
@@ -261,12 +274,16 @@ class Recipe(Section):
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
     trainer: Trainer = Trainer()
+    weights: Weights = Weights()
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
     queue: Queue = Queue()
     aggregator: Aggregator = Aggregator()
     ledger: Ledger = Ledger()
+    alerts: Alerts = Alerts()
+    mirrors: Mirrors = Mirrors()
     recorder: Recorder = Recorder()
+    traces: Traces = Traces()
     network: Network = Network()
     metrics: dict[str, CustomMetric] = {}  # noqa: RUF012 - pydantic copies it
 
@@ -334,6 +351,7 @@ class Recipe(Section):
         ):
             yield "evaluation.every_expression: only for data.reasoning_gym.task = chain_sum"
         yield from self.loss.mistakes()
+        yield from weights_config.mistakes(self.weights, self.trainer)
         yield from generation_config.mistakes(self.environments, self.tools)
         rewards = {each.function for each in self.rewards.functions}
         if ENVIRONMENT_REWARD in rewards and not self.environments.classes:
@@ -342,7 +360,9 @@ class Recipe(Section):
                 "environments.classes has none"
             )
         yield from custom_metrics.mistakes(self.metrics)
+        yield from alerts_config.mistakes(self.alerts)
         yield from secret_keys.mistakes(self)
+        yield from self.traces.mistakes(max_message_bytes=self.network.max_message_bytes)
 
     def _mistakes_of_nodes(self) -> Iterator[str]:
         """What is wrong with a trainer on several machines, one line each."""
@@ -411,6 +431,8 @@ class Recipe(Section):
         """What `identity()` is a digest of. How long the run is does not belong to it."""
         trainer = self.trainer.model_dump(include={"groups_per_step", "seed"})
         trainer |= {"zero_signal": self.zero_signal, "max_refill": self.max_refill}
+        if self.trainer.lora is not None:  # so that runs without one are what they were
+            trainer["lora"] = self.trainer.lora.model_dump(exclude={"publish"})
         content = {name: getattr(self, name).model_dump() for name in IDENTITY}
         del content["data"]["epochs"]
         return content | {"trainer": trainer}
@@ -450,13 +472,16 @@ def load(
 def dump_toml(recipe: Recipe, *, hide_passwords: bool = False) -> str:
     """The resolved recipe as TOML, defaults included: load() of it gives an equal recipe.
 
-    `hide_passwords` is for showing it: passwords in URLs become `***`.
+    `hide_passwords` is for showing it: passwords in URLs become `***`, and all of a webhook but its
+    host.
     """
     tree = recipe.model_dump(exclude_none=True)
     if hide_passwords:
         for section, key in HOLDS_PASSWORD:
             if key in tree[section]:
                 tree[section][key] = without_passwords(tree[section][key])
+        if recipe.alerts.webhook is not None:
+            tree["alerts"]["webhook"] = alerts_config.hidden_url(recipe.alerts.webhook)
     return recipe_text.write(tree)
 
 

@@ -5,6 +5,7 @@ Both refuse before the servicer sees the request; a call without a token is not 
 
 import inspect
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
@@ -75,8 +76,9 @@ class LimitRate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if inspect.isawaitable(answers):  # writes its answers to the context
                 await answers
                 return
-            async for answer in answers:
-                yield answer
+            async with aclosing(answers):  # what it holds is free as soon as the call is cancelled
+                async for answer in answers:
+                    yield answer
 
         return limited
 

@@ -109,10 +109,21 @@ def _channel_options(network: Network) -> list[tuple[str, Any]]:
     ]
 
 
-def channel(address: str, network: Network) -> grpc.aio.Channel:
+def channel(
+    address: str,
+    network: Network,
+    *,
+    server_name: str | None = None,
+    own_connection: bool = False,
+) -> grpc.aio.Channel:
     """An aio channel to `host:port` or `dns:///name:port`; it connects on first use and again by
-    itself. With TLS, the server's certificate must name that host."""
+    itself. With TLS, the server's certificate must name that host, or `server_name` instead.
+    Channels to one address share a connection, except with `own_connection`."""
     options = _channel_options(network)
+    if server_name is not None:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    if own_connection:
+        options.append(("grpc.use_local_subchannel_pool", 1))
     interceptors = grpc_access.aio_interceptors(tokens_of(network))
     certificates = certificates_of(network)
     if certificates is None:

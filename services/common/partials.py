@@ -5,6 +5,7 @@ compensated), so that the order and the split of what was measured do not show.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 LOG_GAMMA = math.log(1.02)
@@ -31,6 +32,14 @@ class Sum:
         self.high = before + value
         added = self.high - before
         self.low += (before - (self.high - added)) + (value - added)
+
+    def add_many(self, values: list[float]) -> None:
+        """Add several finite values."""
+        try:
+            self.add(math.fsum(values))
+        except OverflowError:  # beyond a double, perhaps on the way only
+            for value in values:
+                self.add(value)
 
     def merge(self, other: "Sum") -> None:
         """Add the other's values."""
@@ -106,29 +115,62 @@ class Observation:
         """Of the finite values."""
         return self.total.value
 
-    def add(self, value: float, now_s: float) -> None:
-        """Take one value; NaN and infinities are counted and enter no sum."""
+    def add(self, value: float, now_s: float, times: int = 1) -> None:
+        """Take one value, `times` times; NaN and infinities are counted and enter no sum."""
         if value - value != 0.0:
             if value != value:
-                self.num_nan += 1
+                self.num_nan += times
             elif value > 0:
-                self.num_pos_inf += 1
+                self.num_pos_inf += times
             else:
-                self.num_neg_inf += 1
+                self.num_neg_inf += times
             return
-        self.n += 1
-        self.total.add(value)
+        self.n += times
+        total = value * times
+        if total - total == 0.0:
+            self.total.add(total)
+        else:  # each of them is finite, their product is not
+            for _ in range(times):
+                self.total.add(value)
         if value < self.min:
             self.min = value
         if value > self.max:
             self.max = value
         self.last, self.last_s = value, now_s
         if value == 0.0:
-            self.zeros += 1
+            self.zeros += times
             return
         buckets = self.positive if value > 0 else self.negative
         index = bucket_of(value)
-        buckets[index] = buckets.get(index, 0) + 1
+        buckets[index] = buckets.get(index, 0) + times
+
+    def add_many(self, values: list[float], now_s: float) -> None:
+        """Take several values, at least one; the last finite one is the last.
+
+        Lengths, turns and rewards are mostly equal: their bucket is looked for once for each value.
+        """
+        try:
+            total = math.fsum(values)
+        except (OverflowError, ValueError):  # beyond a double; infinities of both signs
+            total = math.nan
+        if not math.isfinite(total):
+            for value in values:
+                self.add(value, now_s)
+            return
+        self.n += len(values)
+        self.total.add(total)
+        self.min, self.max = min(self.min, *values), max(self.max, *values)
+        self.last, self.last_s = values[-1], now_s
+        positive, negative, log, ceil = self.positive, self.negative, math.log, math.ceil
+        for value, times in Counter(values).items():
+            if value > 0.0:  # bucket_of(), whose call would take half of the time
+                index = ceil(log(value) / LOG_GAMMA)
+                positive[index] = positive.get(index, 0) + times
+            elif value:
+                index = ceil(log(-value) / LOG_GAMMA)
+                negative[index] = negative.get(index, 0) + times
+            else:
+                self.zeros += times
 
     def merge(self, other: "Observation") -> None:
         """Take all values that the other took."""

@@ -2,12 +2,13 @@
 work it measures.
 
 A producer knows what it measured, not how it will be reduced: it sends mergeable partials, one per
-(key, attempt, step), and the aggregator alone reduces. Every flush interval a thread closes the
-open partials into a batch, names it by (producer, boot id, sequence) and sends it until the
-aggregator acknowledges it. While the aggregator is away, waiting batches are merged once the buffer
-is full, then the oldest partials are dropped and counted. Mistakes of a caller (a numerator without
-a denominator, a key used with two instruments, a value that is no number) are counted in
-`recorder/refused_total` and logged once per key.
+(key, attempt, step), and the aggregator alone reduces. A call only notes its numbers; they are
+added up together (open_partials.py). Every flush interval a thread closes the open partials into a
+batch, names it by (producer, boot id, sequence) and sends it until the aggregator acknowledges it.
+While the aggregator is away, waiting batches are merged once the buffer is full, then the oldest
+partials are dropped and counted. Mistakes of a caller (a numerator without a denominator, a key
+used with two instruments, a value that is no number) are counted in `recorder/refused_total` and
+logged once per key.
 """
 
 import math
@@ -24,11 +25,12 @@ import grpc
 import numpy as np
 import structlog
 from headrace.v1 import metrics_pb2 as wire
-from headrace.v1 import metrics_pb2_grpc
+from headrace.v1 import metrics_pb2_grpc, trace_pb2
 
 from services.common import columns
 from services.common.config import Recorder as Settings
 from services.common.grpc_errors import retry_after_s
+from services.common.open_partials import NOTES_AT_MOST, Open, OpenPartials, SeriesKey
 from services.common.partials import Count, Observation, Partial, Ratio
 
 PUSH_DEADLINE_S = 10.0
@@ -46,32 +48,24 @@ HOPELESS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 `network.max_message_bytes`. It is dropped and counted; all others wait behind it otherwise. Not so
 where the server says when to try again: then it was asked too often (RetryInfo)."""
 
+TRACES_KEPT_BYTES = 16 << 20
+"""Traces buffered; beyond that a new one is dropped and counted."""
+
+TRACES_AT_ONCE_BYTES = 512 << 10
+"""Of one batch, and at least one trace: metrics must not wait long behind them, and a batch must
+stay below `network.max_message_bytes` (Traces.mistakes)."""
+
 REFUSED, MERGED, DROPPED = (f"recorder/{what}_total" for what in ("refused", "merged", "dropped"))
 """The recorder's own counts, in calls and partials; these partials are never dropped."""
 
 STEPS_END = 2**63
 """Steps and attempts are below it."""
 
-SeriesKey = tuple[str, int, int]
-"""(key, attempt, step)."""
-
-
-@dataclass(slots=True)
-class _Open:
-    partial: Any
-    begin_s: float
-    end_s: float
-
-    def merge(self, later: "_Open") -> None:
-        self.partial.merge(later.partial)
-        self.begin_s = min(self.begin_s, later.begin_s)
-        self.end_s = max(self.end_s, later.end_s)
-
 
 @dataclass
 class _Batch:
     sequence: int
-    partials: dict[SeriesKey, _Open]
+    partials: dict[SeriesKey, Open]
     events: list[wire.GroupEvent]
     request: wire.PushDeltasRequest | None = None
     """Made at the first send. A batch that was sent may have been taken: from then on it is only
@@ -100,10 +94,14 @@ class Recorder:
         self._boot_id = uuid.uuid4().hex
         self._stub = metrics_pb2_grpc.MetricsServiceStub(channel) if channel is not None else None
         self._lock = threading.Lock()
-        self._open: dict[SeriesKey, _Open] = {}
-        self._kinds: dict[str, type[Any]] = dict.fromkeys((REFUSED, MERGED, DROPPED), Count)
+        self._open = OpenPartials(
+            kinds=dict.fromkeys((REFUSED, MERGED, DROPPED), Count), refuse=self._refuse_locked
+        )
         self._events: list[wire.GroupEvent] = []
-        self._attempt, self._step, self._sequence = 0, 0, 0
+        self._traces: deque[trace_pb2.RolloutTrace] = deque()
+        self._traces_bytes = 0
+        """Of these."""
+        self._clock, self._sequence = (0, 0), 0
         self._complained: set[str] = set()
         self._samplers: list[Callable[[], None]] = []
         # The thread's own; others look at _waiting only when it has ended.
@@ -122,47 +120,31 @@ class Recorder:
 
     def set_clock(self, *, attempt: int, step: int) -> None:
         """What is recorded from now on belongs to this step of this attempt."""
-        with self._lock:
-            self._attempt, self._step = attempt, step
+        self._clock = (attempt, step)
 
     def count(self, key: str, value: float = 1.0, *, step: int | None = None) -> None:
         """Add `value` events; what is no finite number is refused."""
         number = self._finite(key, value)
-        if number is None:
-            return
-        with self._lock:
-            found = self._partial(key, Count, step, time.monotonic())
-            if found is not None:
-                found.total.add(number)
+        if number is not None:
+            self._note(Count, key, step, number)
 
     def observe(self, key: str, value: float, *, step: int | None = None) -> None:
         """Take one value; NaN and infinities are counted apart."""
         number = self._number(key, value)
-        if number is None:
-            return
-        now_s = time.monotonic()
-        with self._lock:
-            found = self._partial(key, Observation, step, now_s)
-            if found is not None:
-                found.add(number, now_s)
+        if number is not None:
+            self._note(Observation, key, step, number)
 
     def observe_many(
         self, key: str, values: "Iterable[float] | np.ndarray[Any, Any]", *, step: int | None = None
     ) -> None:
-        """Take several values under one lock, or none of them when one is no number."""
+        """Take several values in one call, or none of them when one is no number."""
         try:
             numbers = [float(value) for value in values]
         except Exception as error:  # of the caller's values: it must not reach the caller's work
             self._refuse(key, f"no numbers: {error}")
             return
-        if not numbers:
-            return
-        now_s = time.monotonic()
-        with self._lock:
-            found = self._partial(key, Observation, step, now_s)
-            if found is not None:
-                for number in numbers:
-                    found.add(number, now_s)
+        if numbers:
+            self._note(Observation, key, step, numbers)
 
     def ratio(
         self, key: str, numerator: float, denominator: float, *, step: int | None = None
@@ -176,11 +158,7 @@ class Recorder:
             if over != 0:
                 self._refuse(key, f"numerator {over} without a denominator")
             return
-        with self._lock:
-            found = self._partial(key, Ratio, step, time.monotonic())
-            if found is not None:
-                found.over.add(over)
-                found.under.add(under)
+        self._note(Ratio, key, step, over, under)
 
     def event(self, event: wire.GroupEvent) -> None:
         """Say what happened to a group; it travels with the next batch."""
@@ -190,6 +168,21 @@ class Recorder:
         kept.at_s = time.monotonic()
         with self._lock:
             self._events.append(kept)
+
+    def trace(self, trace: trace_pb2.RolloutTrace) -> bool:
+        """Send a trace with one of the next batches; False where there is no room for it: then it
+        is dropped and counted. It is the recorder's from now on.
+        """
+        trace.at_s = time.monotonic()
+        size_bytes = trace.ByteSize()
+        with self._lock:
+            fits = self._traces_bytes + size_bytes <= TRACES_KEPT_BYTES
+            if fits:
+                self._traces.append(trace)
+                self._traces_bytes += size_bytes
+        if not fits:
+            self._drop_traces("buffer_full", 1)
+        return fits
 
     def before_flush(self, sampler: Callable[[], None]) -> None:
         """Call `sampler` (from the recorder's thread) before each batch is closed: for gauges and
@@ -225,7 +218,7 @@ class Recorder:
     def snapshot(self) -> dict[SeriesKey, Partial]:
         """The partials that are open now (tests and reports)."""
         with self._lock:
-            return {key: item.partial for key, item in self._open.items()}
+            return {key: item.partial for key, item in self._open.add_up().items()}
 
     def _number(self, key: str, value: float) -> float | None:
         """The value as a float, or None when it is no number and was refused."""
@@ -238,34 +231,33 @@ class Recorder:
     def _finite(self, key: str, value: float) -> float | None:
         """The same, of what goes into a sum as it is."""
         number = self._number(key, value)
-        if number is not None and not math.isfinite(number):
-            self._refuse(key, f"{number} would make the whole sum {number}")
-            return None
-        return number
+        if number is None or number - number == 0.0:
+            return number
+        self._refuse(key, f"{number} would make the whole sum {number}")
+        return None
 
-    def _partial(self, key: str, kind: type[Any], step: int | None, now_s: float) -> Any:
-        """The open partial of a series, or None when the key has another instrument."""
-        series = (key, self._attempt, self._step if step is None else step)
-        found = self._open.get(series)
-        if found is None:
-            known = self._kinds.setdefault(key, kind)
-            if known is kind:
-                found = self._open[series] = _Open(kind(), now_s, now_s)
-        else:
-            known = type(found.partial)
-        if known is not kind or found is None:
-            self._refuse_locked(key, f"recorded as {known.__name__} and as {kind.__name__}")
-            return None
-        # The caller's moment was before it had the lock: another thread's may be later.
-        found.begin_s, found.end_s = min(found.begin_s, now_s), max(found.end_s, now_s)
-        return found.partial
+    def _note(
+        self,
+        kind: type[Any],
+        key: str,
+        step: int | None,
+        value: float | list[float],
+        under: float = 0.0,
+    ) -> None:
+        notes, (attempt, current) = self._open.notes, self._clock
+        series = (key, attempt, current if step is None else step)
+        notes.append((series, kind, time.monotonic(), value, under))
+        if len(notes) >= NOTES_AT_MOST:
+            with self._lock:
+                self._open.add_up()
 
     def _refuse(self, key: str, why: str) -> None:
         with self._lock:
             self._refuse_locked(key, why)
 
     def _refuse_locked(self, key: str, why: str) -> None:
-        self._partial(REFUSED, Count, None, time.monotonic()).total.add(1)
+        series, now_s = (REFUSED, *self._clock), time.monotonic()
+        self._open.partial(series, Count, now_s, now_s).total.add(1)
         self._complain("metric refused", key, why)
 
     def _complain(self, what: str, key: str, why: str) -> None:
@@ -289,12 +281,14 @@ class Recorder:
             self._close_batch()
             while self._waiting and self._send(self._waiting[0]):
                 self._waiting.popleft()
+                if self._traces and not self._waiting:
+                    self._add_batch({}, [])
             with self._flushed:
                 if not self._waiting:
                     self._flushes_done = wanted
                 self._flushed.notify_all()
             if closing:
-                left = self._waiting or self._open or self._events
+                left = self._waiting or not self._open.empty or self._events or self._traces
                 if not left or time.monotonic() >= self._give_up_s:
                     return
                 if self._waiting:
@@ -309,12 +303,15 @@ class Recorder:
 
     def _close_batch(self) -> None:
         with self._lock:
-            partials, self._open = self._open, {}
+            partials = self._open.take()
             events, self._events = self._events, []
-        if partials or events:
-            self._sequence += 1
-            self._waiting.append(_Batch(self._sequence, partials, events))
+        if partials or events or (self._traces and not self._waiting):
+            self._add_batch(partials, events)
             self._bound_buffer()
+
+    def _add_batch(self, partials: dict[SeriesKey, Open], events: list[wire.GroupEvent]) -> None:
+        self._sequence += 1
+        self._waiting.append(_Batch(self._sequence, partials, events))
 
     def _bound_buffer(self) -> None:
         """Merge the unsent batches into one when the buffer is full; drop the oldest partials when
@@ -374,6 +371,7 @@ class Recorder:
                 why=f"{call.code().name}: {call.details()}",
             )
             self.count(DROPPED, len(batch.partials))
+            self._drop_traces("refused", len(batch.request.traces))
             return True
         except ValueError as error:  # how gRPC says that the channel was closed
             self._troubled("CLOSED", str(error))
@@ -391,6 +389,7 @@ class Recorder:
             boot_id=self._boot_id,
             sequence=batch.sequence,
             events=batch.events,
+            traces=self._take_traces(),
         )
         items = []
         for (key, attempt, step), item in batch.partials.items():
@@ -400,6 +399,24 @@ class Recorder:
             items.append(columns.Item(key, attempt, step, item.begin_s, item.end_s, item.partial))
         columns.write(request, items)
         return request
+
+    def _take_traces(self) -> list[trace_pb2.RolloutTrace]:
+        """The oldest traces that one batch takes."""
+        taken: list[trace_pb2.RolloutTrace] = []
+        left_bytes = TRACES_AT_ONCE_BYTES
+        with self._lock:
+            while self._traces:
+                size_bytes = self._traces[0].ByteSize()
+                if taken and size_bytes > left_bytes:
+                    break
+                taken.append(self._traces.popleft())
+                self._traces_bytes -= size_bytes
+                left_bytes -= size_bytes
+        return taken
+
+    def _drop_traces(self, reason: str, number: int) -> None:
+        if number:
+            self.count(f"recorder/trace_dropped/{reason}", number)
 
     def _troubled(self, code: str | None, why: str | None) -> None:
         """Log when the aggregator goes away, for another reason, and when it is back."""

@@ -43,6 +43,9 @@ ALONE_AFTER_DELIVERIES = 2
 """An entry delivered so often before is worked on alone: one poison group must not take healthy
 ones with it."""
 
+RETURNED = b"~returned"
+"""Holds what its worker gave back (scripts/give_back.lua): nobody fell silent."""
+
 Outcome = Literal["done", "void", "lost"]
 """done: handed off. void: the group was settled meanwhile. lost: the claim was lost, the result
 is to be thrown away."""
@@ -270,8 +273,8 @@ class Stage:
         self._next_takeover_s = now + TAKEOVER_EVERY_S
         for stream in (EVALUATION_OF[self._name], self._name):
             chosen = await self._choose(stream, limit)
-            taken = []
-            for entry_id, deliveries in chosen:
+            taken, silent = [], 0
+            for entry_id, deliveries, holder in chosen:
                 if time.monotonic() < self._client.no_takeover_before_s:
                     break  # the server was away meanwhile: idle times count that
                 entry = await self._claim(stream, entry_id, deliveries)
@@ -282,14 +285,17 @@ class Stage:
                     await self.refuse(entry, reason=f"its worker died {deliveries} times")
                     continue
                 taken.append(entry)
+                silent += holder != RETURNED
+            if silent:
+                self._recorder.count("queue/takeover_total", silent)
             if taken:
-                self._recorder.count("queue/takeover_total", len(taken))
                 return taken
         return []
 
-    async def _choose(self, stream: str, limit: int) -> list[tuple[str, int]]:
+    async def _choose(self, stream: str, limit: int) -> list[tuple[str, int, bytes]]:
+        """Entries to claim: id, deliveries, who holds them."""
         idle_ms = int(self._settings.claim_after_s * 1000)
-        cursor, chosen = "-", list[tuple[str, int]]()
+        cursor, chosen = "-", list[tuple[str, int, bytes]]()
         while len(chosen) < limit:
             page = await self._client.call(
                 partial(
@@ -306,11 +312,12 @@ class Stage:
                 entry_id, deliveries = item["message_id"].decode(), int(item["times_delivered"])
                 if (stream, entry_id) in self._held:
                     continue
+                one = (entry_id, deliveries, item["consumer"])
                 if deliveries >= ALONE_AFTER_DELIVERIES:
                     if not self._held and not chosen:
-                        return [(entry_id, deliveries)]
+                        return [one]
                     continue
-                chosen.append((entry_id, deliveries))
+                chosen.append(one)
             if len(page) < 100:
                 break
             cursor = f"({page[-1]['message_id'].decode()}"

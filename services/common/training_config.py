@@ -134,6 +134,23 @@ class Optimizer(Section):
     """Gradients are clipped to this norm."""
 
 
+class Lora(Section):
+    """Train a low-rank adapter (LoRA) of the model, and leave its own weights as they are; more in
+    docs/lora.md. Left out, all weights are trained."""
+
+    rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """Of each adapted matrix's change."""
+    alpha: Annotated[int, Field(ge=1)] = 32
+    """The change is scaled by alpha / rank."""
+    target_modules: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names, or ends of names, of the linear layers that are adapted, as "q_proj"; all but the
+    output head by default."""
+    publish: Literal["auto", "adapter", "merged"] = "auto"
+    """What generators are sent: the adapter alone, or the whole model with the adapter merged into
+    it. auto: the adapter where vLLM serves adapters of such a model; the trainer's log says why
+    not."""
+
+
 class Trainer(Section):
     """The trainer: steps, pace, budgets."""
 
@@ -189,6 +206,8 @@ class Trainer(Section):
     """End the process with the run (`headrace run` sets it); else it stays up, `complete`."""
     eval_timeout_s: Annotated[float, Field(gt=0)] = 900.0
     """Most seconds one evaluation may take; past it the run fails."""
+    lora: Lora | None = None
+    """Train an adapter instead of all weights."""
 
 
 class Checkpoint(Section):

@@ -203,8 +203,9 @@ class _Talk:
 
     async def _say(self, prompt_ids: Sequence[int], *, max_tokens: int) -> tuple[Generated, Parsed]:
         """One engine call, and what it says."""
+        begin_s = time.monotonic()
         if self._begin_s is None:
-            self._begin_s = time.monotonic()
+            self._begin_s = begin_s
         generated = await self._generate(prompt_ids, max_tokens=max_tokens)
         text = self._setting.template.text(generated.token_ids)
         parsed = self._parser.parse(text)
@@ -226,6 +227,7 @@ class _Talk:
                 calls_asked=len(parsed.calls),
                 # Each switch of weights had the engine recompute the prefix that existed then.
                 reprefill_tokens=sum(len(prompt_ids) + s.start for s in generated.spans[1:]),
+                begin_s=begin_s - self._begin_s,
             )
         )
         self._add_assistant(parsed)

@@ -1,18 +1,21 @@
 """vLLM's AsyncLLM in this process: token ids in, exactly what was sampled out, weights replaced
 while requests run.
 
-With weight_backend.py and vllm_parsers.py the only module that imports vLLM (its names move
-between releases; pinned to 0.32). A dead engine cannot be restarted in place: the process exits and
-is started again.
+Of a run with adapters the weights stay, and each version is an adapter of them (adapters.py).
+
+With adapters.py, engine_weights.py, weight_backend.py, weight_receiver.py and vllm_parsers.py the
+only module that imports vLLM (its names move between releases; pinned to 0.32). A dead engine
+cannot be restarted in place: the process exits and is started again.
 """
 
 import asyncio
+import functools
 import gc
 import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,22 +23,23 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferInitRequest,
-    WeightTransferUpdateRequest,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from services.common.errors import UserError
 from services.common.generation_config import Generator
 from services.generator import weight_backend
-from services.generator.types import EngineDead, Generated, GenerateFailed, LoadTimes, Span
+from services.generator.adapters import Adapter, Adapters, AdapterSettings
+from services.generator.engine_weights import EngineWeights, death
+from services.generator.types import Generated, GenerateFailed, LoadTimes, Span
 
 EXTENSION = "services.generator.weight_backend.Extension"
 """What vLLM imports in its workers."""
@@ -43,6 +47,9 @@ EXTENSION = "services.generator.weight_backend.Extension"
 BLOCK_TOKENS = 32
 """KV-cache block on CPUs, the smallest there: conversations of a group share their prompt's
 blocks."""
+
+PARAMETERS_KEPT = 1024
+"""Sampling parameters that are kept for the next request with the same."""
 
 SHUTDOWN_S = 1.0
 """Then vLLM kills its processes. They hold nothing that has to be written, and on CPUs they never
@@ -52,11 +59,23 @@ end by themselves, so that its own default only means 5 s more at each end."""
 class Engine:
     """One vLLM engine. Build with `start()`."""
 
-    def __init__(self, llm: AsyncLLM, *, seeded: bool) -> None:
+    def __init__(
+        self, llm: AsyncLLM, *, seeded: bool, adapters: AdapterSettings | None = None
+    ) -> None:
         self._llm = llm
+        self.adapters = None if adapters is None else Adapters(llm, adapters)
+        """Of an engine whose versions are adapters."""
+        self.weights = EngineWeights(
+            llm,
+            num_workers=llm.vllm_config.parallel_config.world_size,
+            running=lambda: self._running,
+        )
+        """What is replaced where versions are whole weights."""
         self._seeded = seeded
         self._running = 0
         self._numbers = itertools.count()  # vLLM makes request ids unique itself
+        # Conversations differ in little of it, and making it costs more than what is sent.
+        self._parameters = functools.lru_cache(maxsize=PARAMETERS_KEPT)(_parameters)
         self._load_lock = asyncio.Lock()
 
     @classmethod
@@ -69,9 +88,11 @@ class Engine:
         extension: str = EXTENSION,
         enable_prefix_caching: bool = True,
         with_weights: bool = False,
+        adapters: AdapterSettings | None = None,
     ) -> "Engine":
         """Start the engine's processes on a model folder. Its configuration alone is read, and
-        weights are dummies until `load()`, unless `with_weights`: then they are the folder's.
+        weights are dummies until `load()`, unless `with_weights`, or versions are `adapters`: then
+        they are the folder's.
 
         Raises UserError for what vLLM cannot serve as configured.
         """
@@ -86,10 +107,17 @@ class Engine:
                 "generator.kv_cache_bytes: give it on CPUs (for example 67108864), or one engine "
                 "takes nearly all memory"
             )
-        weight_backend.register()
+        if adapters is None:
+            weight_backend.register()
+            of_versions = {
+                "worker_extension_cls": extension,
+                "weight_transfer_config": WeightTransferConfig(backend=weight_backend.NAME),
+            }
+        else:
+            of_versions = adapters.arguments()
         arguments = AsyncEngineArgs(
             model=str(folder),
-            load_format="auto" if with_weights else "dummy",
+            load_format="auto" if with_weights or adapters is not None else "dummy",
             skip_tokenizer_init=True,
             dtype=dtype,
             seed=random.SystemRandom().randrange(1 << 31),
@@ -105,15 +133,15 @@ class Engine:
             gpu_memory_utilization=settings.gpu_memory_utilization,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
-            worker_extension_cls=extension,
-            weight_transfer_config=WeightTransferConfig(backend=weight_backend.NAME),
+            **of_versions,
         )
         # In a thread: the start blocks for half a minute, and status calls must be answered
         # meanwhile.
         llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
-        await llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
-        await llm.update_weight_version("0")
-        return cls(llm, seeded=settings.seeded)
+        if adapters is None:
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
+            await llm.update_weight_version("0")
+        return cls(llm, seeded=settings.seeded, adapters=adapters)
 
     @property
     def running(self) -> int:
@@ -138,32 +166,23 @@ class Engine:
         engine has died, GenerateFailed when it failed at this request alone, and ValueError when
         the prompt does not fit.
         """
-        parameters = SamplingParams(
-            n=1,
-            temperature=temperature,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            max_tokens=max_tokens,
-            stop_token_ids=list(stop_token_ids),
-            seed=seed if self._seeded else None,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+        parameters = self._parameters(
+            temperature, max_tokens, tuple(stop_token_ids), seed if self._seeded else None
         )
         begin_s = time.monotonic()
-        output = (await self._run(prompt_ids, parameters, sampled)).outputs[0]
+        with self._adapter() as adapter:
+            output = (await self._run(prompt_ids, parameters, sampled, adapter)).outputs[0]
         ids = list(output.token_ids)
         logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)
         assert len(logprobs) == len(ids), "one log-probability a token"
         return Generated(
             token_ids=ids,
             logprobs=logprobs,
-            spans=tuple(Span(int(s.version), s.start, s.end) for s in output.weight_versions),
+            spans=(
+                tuple(Span(int(s.version), s.start, s.end) for s in output.weight_versions)
+                if adapter is None
+                else (Span(adapter.version, 0, len(ids)),)
+            ),
             finish_reason=output.finish_reason,
             duration_s=time.monotonic() - begin_s,
         )
@@ -181,8 +200,20 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        outputs = await asyncio.gather(*(self._run(row.tolist(), parameters) for row in rows))
+        with self._adapter() as adapter:
+            outputs = await asyncio.gather(
+                *(self._run(row.tolist(), parameters, adapter=adapter) for row in rows)
+            )
         return np.asarray([output.prompt_logprobs.logprobs for output in outputs], dtype=np.float32)
+
+    @contextmanager
+    def _adapter(self) -> Iterator[Adapter | None]:
+        """What requests that begin now run with; None where versions are whole weights."""
+        if self.adapters is None:
+            yield None
+            return
+        with self.adapters.used() as adapter:
+            yield adapter
 
     async def load(self, path: Path, version: int) -> LoadTimes:
         """Replace the weights under running requests by those of `path`, then label what follows
@@ -191,34 +222,25 @@ class Engine:
         Requests are kept and all caches cleared: each goes on with its prefix recomputed under the
         new weights, so every token's log-probability is that of one exact policy. When the load
         fails the engine stays paused, so that a broken mixture never serves; load a whole file
-        again.
+        again. Where versions are adapters, running requests go on with theirs, without a pause.
         """
+        if self.adapters is None:
+            return await self.weights.load(path, version)
         async with self._load_lock:
-            with _death():
-                return await self._replace(path, version)
+            with death():
+                times = await self.adapters.load(path, version)
+                await self._llm.resume_generation()  # an earlier one may have failed
+                return times
 
     async def pause(self) -> None:
         """Let nothing run until the next load has succeeded; requests are kept."""
         async with self._load_lock:
-            with _death():
-                await self._llm.pause_generation(mode="keep", clear_cache=True)
-
-    async def _replace(self, path: Path, version: int) -> LoadTimes:
-        begin_s = time.monotonic()
-        inflight = self._running
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
-        loading_s = time.monotonic()
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
-        await self._llm.finish_weight_update(weight_version=str(version))
-        load_s = time.monotonic() - loading_s
-        await self._llm.resume_generation()
-        return LoadTimes(pause_s=time.monotonic() - begin_s, load_s=load_s, inflight=inflight)
+            await self.weights.pause()
 
     async def check(self, timeout_s: float) -> None:
         """Make sure that the engine answers: a hung core is not noticed otherwise. Raises
         TimeoutError, EngineDead."""
-        with _death():
+        with death():
             await self._llm.check_health()
         # Sampled with log-probabilities, as conversations are: at the first call this compiles.
         parameters = SamplingParams(
@@ -229,13 +251,15 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        await asyncio.wait_for(self._run([0], parameters), timeout_s)
+        with self._adapter() as adapter:
+            await asyncio.wait_for(self._run([0], parameters, adapter=adapter), timeout_s)
 
     def shutdown(self) -> None:
         """End the engine's processes; nothing else may be called after it."""
         self._llm.shutdown(timeout=SHUTDOWN_S)
         # It is part of a cycle, and its finaliser fails when the interpreter runs it at exit.
         del self._llm
+        gc.unfreeze()  # a service freezes what it has when it is ready
         gc.collect()
 
     async def _run(
@@ -243,56 +267,71 @@ class Engine:
         prompt_ids: Sequence[int],
         parameters: SamplingParams,
         sampled: Callable[[int], None] | None = None,
+        adapter: Adapter | None = None,
     ) -> Any:
         self._running += 1
         request_id = str(next(self._numbers))
-        stream = self._llm.generate(
-            tokens_input(list(prompt_ids)), parameters, request_id=request_id
-        )
-        # A task of its own: vLLM forgets a request while the cancellation passes through it, and
-        # with it how many tokens it had generated.
-        whole = asyncio.create_task(_last(stream))
-        tokens = 0
+        output: Any = None
+        collector = None
         try:
-            with _death():
-                return await asyncio.shield(whole)
+            with death(), _failure():
+                # Not AsyncLLM.generate(): where that is cancelled it forgets the request, and with
+                # it how many tokens it had generated; so it would take a task of its own.
+                collector = await self._llm.add_request(
+                    request_id,
+                    tokens_input(list(prompt_ids)),
+                    parameters,
+                    lora_request=None if adapter is None else adapter.request,
+                )
+                output = collector.get_nowait() or await collector.get()
+                return output
         except BaseException:
-            tokens = self._sampled(request_id)
-            whole.cancel()
-            await asyncio.gather(whole, return_exceptions=True)
+            # Without effect on a request that has ended. One under way leaves what it had come to.
+            await self._llm.abort(request_id)
+            output = None if collector is None else collector.output
             raise
         finally:
-            if whole.done() and not whole.cancelled() and whole.exception() is None:
-                tokens = len(whole.result().outputs[0].token_ids)
             if sampled is not None:
-                sampled(tokens)
+                ended = isinstance(output, RequestOutput)
+                sampled(len(output.outputs[0].token_ids) if ended else 0)
             self._running -= 1
 
-    def _sampled(self, request_id: str) -> int:
-        """Tokens that a request inside the engine has generated so far."""
-        processor = self._llm.output_processor
-        states = map(processor.request_states.get, processor.external_req_ids.get(request_id, ()))
-        return sum(state.detokenizer.num_output_tokens() for state in states if state is not None)
 
-
-async def _last(stream: AsyncIterator[Any]) -> Any:
-    """A request's final output."""
-    last = None
-    async for output in stream:
-        last = output
-    assert last is not None
-    return last
+def _parameters(
+    temperature: float, max_tokens: int, stop_token_ids: tuple[int, ...], seed: int | None
+) -> SamplingParams:
+    """What a completion is sampled with: nothing but temperature reshapes the distribution."""
+    return SamplingParams(
+        n=1,
+        temperature=temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        max_tokens=max_tokens,
+        stop_token_ids=list(stop_token_ids),
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # a shallow copy for each request: vLLM sets attributes, the same in all
+    )
 
 
 @contextmanager
-def _death() -> Iterator[None]:
-    """Raise EngineDead, or GenerateFailed, where vLLM says so in its own words."""
+def _failure() -> Iterator[None]:
+    """Raise GenerateFailed for what vLLM did not expect, ValueError for what it does not take."""
     try:
         yield
-    except EngineDeadError as error:
-        raise EngineDead("vLLM's engine has died; its own message is above in this log") from error
-    except EngineGenerateError as error:
-        raise GenerateFailed(f"vLLM failed at a request: {error.__cause__!r}") from error
+    except VLLMClientError as error:
+        raise ValueError(str(error)) from error
+    except EngineDeadError:
+        raise
+    except Exception as error:
+        raise GenerateFailed(f"vLLM failed at a request: {error!r}") from error
 
 
 def _on_one_core() -> bool:

@@ -18,58 +18,75 @@ END_NAMES = {
 
 
 def measure(conversations: list[Conversation], failed: dict[str, int], recorder: Recorder) -> None:
-    """Record the conversations of one group made for training."""
+    """Record the conversations of one group made for training: of most numbers all conversations'
+    values in one call, since a call costs more than what it does with a value."""
     recorder.count("rollout/failed_total", sum(failed.values()))
     for reason, number in failed.items():
         recorder.count(f"rollout/failed/{reason}", number)
+    if not conversations:
+        return
+    tokens = [conversation.generated_tokens for conversation in conversations]
+    _rollouts(conversations, recorder)
+    _transitions(conversations, tokens, recorder)
+    _completions(conversations, tokens, recorder)
     for conversation in conversations:
-        _rollout(conversation, recorder)
-        _transitions(conversation, recorder)
-        _completion(conversation, recorder)
         if conversation.equipped:
             _calls(conversation, recorder)
 
 
-def _rollout(conversation: Conversation, recorder: Recorder) -> None:
-    turns = conversation.turns
-    recorder.observe("rollout/duration_s", conversation.duration_s)
-    recorder.observe("rollout/engine_s", sum(turn.duration_s for turn in turns))
-    recorder.observe("rollout/turns_mean", len(turns))
-    recorder.observe("rollout/turns_max", len(turns))
-    recorder.ratio("rollout/samples_per_rollout", len(conversation.sequences), 1)
-    recorder.count(f"rollout/ended/{END_NAMES[conversation.end_reason]}")
-    reprefill = sum(turn.reprefill_tokens for turn in turns)
+def _rollouts(conversations: list[Conversation], recorder: Recorder) -> None:
+    turns = [len(c.turns) for c in conversations]
+    recorder.observe_many("rollout/duration_s", [c.duration_s for c in conversations])
+    recorder.observe_many(
+        "rollout/engine_s", [sum([turn.duration_s for turn in c.turns]) for c in conversations]
+    )
+    recorder.observe_many("rollout/turns_mean", turns)
+    recorder.observe_many("rollout/turns_max", turns)
+    sequences = sum([len(c.sequences) for c in conversations])
+    recorder.ratio("rollout/samples_per_rollout", sequences, len(conversations))
+    ended = Counter([c.end_reason for c in conversations])
+    for reason, number in ended.items():
+        recorder.count(f"rollout/ended/{END_NAMES[reason]}", number)
+    reprefill = sum([turn.reprefill_tokens for c in conversations for turn in c.turns])
     if reprefill:
         recorder.count("perf/weight_sync_reprefill_tokens", reprefill)
-    if conversation.reset_s is not None:
-        recorder.observe("env/reset_s", conversation.reset_s)
-    if conversation.reward_s is not None:
-        recorder.observe("env/reward_s", conversation.reward_s)
+    for key, seconds in (
+        ("env/reset_s", [c.reset_s for c in conversations]),
+        ("env/reward_s", [c.reward_s for c in conversations]),
+    ):
+        recorder.observe_many(key, [value for value in seconds if value is not None])
 
 
-def _transitions(conversation: Conversation, recorder: Recorder) -> None:
-    transitions = conversation.transitions
-    if transitions.untrained_sequences:
-        recorder.count("rollout/untrained_sequence_total", transitions.untrained_sequences)
-    if conversation.generated_tokens:
-        recorder.ratio(
-            "rollout/demoted_tokens_frac",
-            transitions.demoted_tokens,
-            conversation.generated_tokens,
-        )
-    if transitions.total:
-        recorder.ratio("rollout/fork_frac", transitions.forked, transitions.total)
-        recorder.ratio("rollout/realign_frac", transitions.realigned, transitions.total)
-        recorder.ratio("rollout/drift_tokens_mean", transitions.drift_tokens, transitions.total)
-        recorder.observe("rollout/drift_tokens_max", transitions.max_drift_tokens)
+def _transitions(conversations: list[Conversation], tokens: list[int], recorder: Recorder) -> None:
+    every = [conversation.transitions for conversation in conversations]
+    untrained = sum([transitions.untrained_sequences for transitions in every])
+    if untrained:
+        recorder.count("rollout/untrained_sequence_total", untrained)
+    recorder.ratio(
+        "rollout/demoted_tokens_frac",
+        sum([each.demoted_tokens for each, number in zip(every, tokens, strict=True) if number]),
+        sum(tokens),
+    )
+    several = [transitions for transitions in every if transitions.total]
+    if not several:
+        return
+    total = sum(transitions.total for transitions in several)
+    for key, number in (
+        ("rollout/fork_frac", sum(transitions.forked for transitions in several)),
+        ("rollout/realign_frac", sum(transitions.realigned for transitions in several)),
+        ("rollout/drift_tokens_mean", sum(transitions.drift_tokens for transitions in several)),
+    ):
+        recorder.ratio(key, number, total)
+    recorder.observe_many("rollout/drift_tokens_max", [t.max_drift_tokens for t in several])
 
 
-def _completion(conversation: Conversation, recorder: Recorder) -> None:
-    tokens = conversation.generated_tokens
-    recorder.ratio("completions/mean_length", tokens, 1)
-    recorder.observe("completions/max_length", tokens)
-    recorder.observe("completions/min_length", tokens)
-    recorder.ratio("completions/clipped_ratio", float(_clipped(conversation)), 1)
+def _completions(conversations: list[Conversation], tokens: list[int], recorder: Recorder) -> None:
+    number = len(conversations)
+    recorder.ratio("completions/mean_length", sum(tokens), number)
+    recorder.observe_many("completions/max_length", tokens)
+    recorder.observe_many("completions/min_length", tokens)
+    clipped = sum([_clipped(conversation) for conversation in conversations])
+    recorder.ratio("completions/clipped_ratio", clipped, number)
 
 
 def _clipped(conversation: Conversation) -> bool:
@@ -80,6 +97,8 @@ def _clipped(conversation: Conversation) -> bool:
 def _calls(conversation: Conversation, recorder: Recorder) -> None:
     recorder.observe("rollout/tool_s", conversation.tool_s)
     recorder.observe("rollout/env_s", conversation.env_s)
+    if conversation.environment:
+        recorder.observe(f"rollout/env_s/{conversation.environment}", conversation.env_s)
     recorder.ratio("tools/loop_exhausted_frac", float(conversation.asking), 1)
     results = [result for turn in conversation.turns for result in turn.calls]
     recorder.observe("tools/call_frequency", len(results))

@@ -9,19 +9,20 @@ from services.common import canary
 
 
 def perturbed_copy(path: Path) -> Path:
-    """Write the weights of `path`, each tensor times its factors, beside it; returns the new file.
+    """Write the weights of `path`, each tensor perturbed (services/common/canary.py), beside it;
+    returns the new file.
 
-    Multiplied in float32 and rounded to the tensor's own dtype, as the trainer does: numpy has no
+    Computed in float32 and rounded to the tensor's own dtype, as the trainer does: numpy has no
     bfloat16, so it is done with torch.
     """
     target = path.with_name("perturbed.safetensors")
-    scaled = {
-        name: (value.float() * _factor(name, value)).to(value.dtype)
-        for name, value in load_file(path).items()
-    }
-    save_file(scaled, target)
+    perturbed = {name: _perturbed(name, value) for name, value in load_file(path).items()}
+    save_file(perturbed, target)
     return target
 
 
-def _factor(name: str, value: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(canary.factors(name, tuple(value.shape)))
+def _perturbed(name: str, value: torch.Tensor) -> torch.Tensor:
+    shape = tuple(value.shape)
+    factors, offsets = canary.factors(name, shape), canary.offsets(name, shape)
+    scaled = value.float() * torch.from_numpy(factors) + torch.from_numpy(offsets)
+    return scaled.to(value.dtype)

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import structlog
 from google.protobuf.message import DecodeError
-from headrace.v1 import generator_pb2_grpc, metrics_pb2, rollout_pb2
+from headrace.v1 import generator_pb2_grpc, metrics_pb2, policy_pb2_grpc, rollout_pb2
 
-from services.common import grpc_kit, queue, secret_keys
+from services.common import adapter_files, grpc_kit, queue, secret_keys
 from services.common.background import unless, within
 from services.common.command import Invocation
 from services.common.config import Recipe
@@ -27,6 +27,7 @@ from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
 from services.generator import engine_environment, wire
 from services.generator.ages import Ages
+from services.generator.base_weights import engine_folder
 from services.generator.conversation import Generates, Setting
 from services.generator.equipment import equipped
 from services.generator.group import MIN_GROUP, Group, GroupRunner
@@ -34,6 +35,9 @@ from services.generator.servicer import Servicer
 from services.generator.serving import Loads, Serving
 from services.generator.slots import Slots
 from services.generator.template import ChatTemplate
+from services.generator.traces import Tracing
+from services.generator.weight_group import member_of
+from services.generator.weight_peers import PeerServicer
 from services.generator.weights import PolicyClient
 
 DRAIN_S = 10.0
@@ -86,12 +90,18 @@ class Replica:
     async def run(self) -> bool:
         """Start, serve until asked to stop, drain. Whether it came so far as to serve."""
         recipe, lifecycle = self._recipe, self._lifecycle
-        register = [
+        peers = PeerServicer()
+        register: list[tuple[Any, Any, str]] = [
             (
                 generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
                 self._servicer,
                 "headrace.v1.GeneratorService",
-            )
+            ),
+            (
+                policy_pb2_grpc.add_PolicyServiceServicer_to_server,
+                peers,
+                "headrace.v1.PolicyService",
+            ),
         ]
         served = await grpc_kit.serve(recipe.network, lifecycle, register)
         announce(
@@ -108,7 +118,14 @@ class Replica:
             channel=grpc_kit.sync_channel(recipe.network.aggregator, recipe.network),
         )
         channel = grpc_kit.channel(recipe.network.trainer, recipe.network)
-        client = PolicyClient(channel, generator=lifecycle.producer)
+        client = PolicyClient(
+            channel,
+            generator=lifecycle.producer,
+            network=recipe.network,
+            recorder=recorder,
+            port=served.port,
+        )
+        peers.open(client.find_file)
         try:
             body = asyncio.create_task(self._body(client, recorder))
             stop = asyncio.create_task(lifecycle.stopping.wait())
@@ -122,7 +139,7 @@ class Replica:
             return True
         finally:
             await asyncio.to_thread(recorder.close)
-            client.close()
+            await client.close()
             await channel.close(None)
             await served.stop(1.0)
 
@@ -135,8 +152,9 @@ class Replica:
             lifecycle.enter("importing vLLM")
             start_engine = await self._importing
             equipment.check_formats()
-            lifecycle.enter("starting the engine")
-            engine = await start_engine(folder, recipe)
+            async with engine_folder(folder, client, lifecycle.enter) as place:
+                lifecycle.enter("starting the engine")
+                engine = await start_engine(place, recipe)
             setting = equipment.setting(engine)
             await self._with_engine(setting, engine, client, recorder)
 
@@ -149,9 +167,18 @@ class Replica:
             lifecycle.enter("compiling the first request")
             await engine.check(FIRST_ANSWER_S)
             serving = Serving(
-                *(engine, client, recorder), dtype=recipe.model.dtype, details=lifecycle.details
+                *(engine, client, recorder),
+                dtype=recipe.model.dtype,
+                details=lifecycle.details,
+                group=member_of(recipe, engine, client),
             )
             self._ages = Ages(client)
+            trainer = recipe.trainer
+            self._tracing = Tracing(
+                recipe.traces,
+                groups_per_version=trainer.groups_per_step * trainer.weight_sync_steps,
+                spell=setting.template.spell,
+            )
             begin = asyncio.create_task(serving.start(lifecycle.enter))
             try:
                 # A watch that ends has failed: no version would ever come.
@@ -224,8 +251,8 @@ class Replica:
             for task in done - {stop}:
                 task.result()  # raises what ended it
             self._servicer.close()
+            await cancel(take)  # first: who is seen not to be ready takes nothing any more
             await lifecycle.set_ready(False)
-            await cancel(take)
             if self._groups:
                 await asyncio.wait(self._groups, timeout=DRAIN_S)
         finally:
@@ -359,6 +386,8 @@ class Replica:
             versions=group.versions,
             producer=self._lifecycle.producer,
         )
+        if not entry.evaluation:
+            await self._tracing.mark(message, group, recorder)
         await serving.wait_proven(message.newest_version)
         outcome = await stage.hand_off(
             entry, data=message.SerializeToString(), n=len(message.rollouts)
@@ -415,6 +444,7 @@ def _sampler(recorder: Recorder, slots: Slots, serving: Serving) -> Any:
 
 def _import_engine() -> StartEngine:
     # Here, since it imports vLLM, which takes seconds.
+    from services.generator.adapters import AdapterSettings
     from services.generator.engine import Engine
 
     async def start(folder: Path, recipe: Recipe) -> RunningEngine:
@@ -422,7 +452,13 @@ def _import_engine() -> StartEngine:
         engine_environment.prepare(
             enforce_eager=settings.enforce_eager, vocab_size=engine_environment.vocab_size(folder)
         )
-        return await Engine.start(folder, settings=settings, dtype=recipe.model.dtype)
+        adapters = None
+        config = folder / adapter_files.CONFIG
+        if config.is_file():
+            adapters = AdapterSettings(config.read_bytes(), recipe.trainer.max_staleness)
+        return await Engine.start(
+            folder, settings=settings, dtype=recipe.model.dtype, adapters=adapters
+        )
 
     return start
 

@@ -19,10 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 import structlog
 
+from services.common.background import guarded
 from services.common.recorder import Recorder
 from services.generator.perturbation import perturbed_copy
 from services.generator.proof import Canary, LoadNotProven, prove
 from services.generator.types import EngineDead, LoadTimes
+from services.generator.weight_group import GroupMember
 from services.generator.weights import Announcement, FetchFailed, PolicyClient, TooOld
 
 MAX_LOADS = 3
@@ -64,10 +66,12 @@ class Serving:
         *,
         dtype: str,
         details: MutableMapping[str, str],
+        group: GroupMember | None = None,
     ) -> None:
-        """dtype: of the engine. details: what this replica says of itself in its status."""
+        """dtype: of the engine. details: what this replica says of itself in its status. group: the
+        membership by which versions may come instead of being fetched."""
         self._engine, self._client, self._recorder = engine, client, recorder
-        self._dtype, self._details = dtype, details
+        self._dtype, self._details, self._group = dtype, details, group
         self._trainer_dtype = dtype
         self._canary = Canary()
         self.version = 0
@@ -110,11 +114,16 @@ class Serving:
         """Load the first version with the load-path proof. Raises LoadNotProven when the engine
         does not pass it."""
         say("waiting for the first policy version")
-        path = None
-        while path is None:
-            target = await self._client.provable()
+        path, proven_by = None, None
+        while path is None or proven_by is None:
+            target = await self._client.newer_than(0)
+            # Fetched while the trainer computes the values of its proof, which takes it a while.
+            # They are of this version though newer ones may have come: those wait until it serves.
             say(f"fetching policy version {target.version}")
             path = await self._fetch(target)
+            if path is not None:
+                proven_by = await self._client.provable(target)
+        target = proven_by
         self._compare_dtype(target)
         say("proving the weight load path")
         perturbed = await asyncio.to_thread(perturbed_copy, path)
@@ -141,17 +150,29 @@ class Serving:
     async def follow(self, on_failure: Callable[[], Awaitable[None]]) -> None:
         """Serve each newer version, for ever. `on_failure` gives back all held work before a
         failed load is repeated."""
+        beside = () if self._group is None else (self._group.run(),)
+        await guarded(self._follow(on_failure), *beside)
+
+    async def _follow(self, on_failure: Callable[[], Awaitable[None]]) -> None:
         failures = 0
         while True:
             target = await self._client.newer_than(
                 self.version if self.proven else 0, attempt=self.attempt
             )
-            path = await self._fetch(target)
-            if path is None:
+            path, times = None, None
+            if self._group is not None and self._group.is_sent(target):
+                times = await self._group.receive(target)
+                if times is not None:
+                    self._recorder.observe("perf/weight_sync_transfer_s", times.load_s)
+            else:
+                path = await self._fetch(target)
+            if path is None and times is None:
                 continue
             self._compare_dtype(target)
             try:
-                times = await self._engine.load(path, target.version)
+                if path is not None:
+                    times = await self._engine.load(path, target.version)
+                assert times is not None
                 self.version, self.publishes = target.version, target.publishes
                 self._paused_s += times.pause_s
                 engine = await self._engine.row_logprobs(target.canary_rows)
@@ -167,7 +188,10 @@ class Serving:
                 # of a version that a later load proves.
                 await self._engine.pause()
                 await on_failure()
-                path.unlink(missing_ok=True)
+                if path is not None:
+                    path.unlink(missing_ok=True)
+                elif self._group is not None:
+                    self._group.leave("what was broadcast is not proven")
                 if failures >= MAX_LOADS:
                     raise LoadNotProven(
                         f"{failures} loads in a row failed; the last: {error}"
@@ -221,7 +245,10 @@ class Serving:
         self._recorder.observe("perf/weight_sync_transfer_s", time.monotonic() - begin_s)
         return path
 
-    async def _serve(self, target: Announcement, path: Path, times: LoadTimes, gap: float) -> None:
+    async def _serve(
+        self, target: Announcement, path: Path | None, times: LoadTimes, gap: float
+    ) -> None:
+        """path: its file; None of a version that was broadcast."""
         self.version, self.attempt = target.version, target.attempt
         self.publishes = target.publishes
         async with self._proven_changed:
@@ -229,8 +256,13 @@ class Serving:
             self.proven = max(self.proven, target.version)
             self._proven_changed.notify_all()
         # The previous file stays until the next version is proven: then it is of no more use.
-        self._client.keep_only(path)
+        self._client.keep_only(*([] if path is None else [path]))
         self._recorder.observe("perf/weight_sync_pause_s", times.pause_s)
         self._recorder.observe("policy/served_version", target.version)
         self._recorder.observe("policy/canary_gap", gap)
-        await self._client.report(version=target.version, pause_s=times.pause_s, canary_gap=gap)
+        await self._client.report(
+            version=target.version,
+            pause_s=times.pause_s,
+            canary_gap=gap,
+            without_file=path is None,
+        )

@@ -177,6 +177,8 @@ class Turn:
     """What became of those that were run, in order."""
     reprefill_tokens: int = 0
     """Tokens that the engine computed again because weights were switched during the call."""
+    begin_s: float = 0.0
+    """When its engine call began, from the begin of the conversation's first."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Conversation:
     @property
     def generated_tokens(self) -> int:
         """Tokens that the engine sampled."""
-        return sum(turn.num_generated_tokens for turn in self.turns)
+        return sum([turn.num_generated_tokens for turn in self.turns])
 
     @property
     def asking(self) -> bool:

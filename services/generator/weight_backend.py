@@ -1,4 +1,5 @@
-"""Runs inside vLLM's worker process: load one policy version from a safetensors file.
+"""Runs inside vLLM's worker process: load one policy version, from a safetensors file or as it is
+broadcast to a group that the worker is in (weight_receiver.py). Either way is the same load.
 
 Importing this module registers the backend "headrace" with vLLM's weight transfer; the engine names
 `Extension` as `worker_extension_cls`, which makes vLLM import it in the worker. vLLM's layerwise
@@ -8,6 +9,7 @@ every embedding is packed once more after the reload. The load-path proof of
 services/generator/proof.py shows that it helped.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,38 +21,58 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 
+from services.generator.weight_receiver import Receiver
+
 NAME = "headrace"
 """Of the backend, in vLLM's registry."""
 
 
 @dataclass
-class FileInit(WeightTransferInitInfo):  # type: ignore[misc,unused-ignore]
-    """Nothing to agree on beforehand."""
+class Init(WeightTransferInitInfo):  # type: ignore[misc,unused-ignore]
+    """A group to be in from now on; nothing has to be agreed on for files."""
+
+    group: dict[str, Any] | None = None
+    """vLLM's NCCLWeightTransferInitInfo."""
+    timeout_s: float = 0.0
+    """Of the group; see weight_receiver.py."""
 
 
 @dataclass
-class FileUpdate(WeightTransferUpdateInfo):  # type: ignore[misc,unused-ignore]
-    """A whole version."""
+class Update(WeightTransferUpdateInfo):  # type: ignore[misc,unused-ignore]
+    """A whole version, in one of two ways."""
 
-    path: str
+    path: str | None = None
     """Its safetensors file, on this machine."""
+    tensors: dict[str, Any] | None = None
+    """What is broadcast: vLLM's NCCLWeightTransferUpdateInfo."""
 
 
-class FileBackend(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[misc,unused-ignore]
-    """Loads all parameters from a file, or raises; the caller then loads a whole file again."""
+class Backend(WeightTransferEngine[Init, Update]):  # type: ignore[misc,unused-ignore]
+    """Loads all parameters, or raises; the caller then loads a whole file."""
 
-    init_info_cls = FileInit
-    update_info_cls = FileUpdate
+    init_info_cls = Init
+    update_info_cls = Update
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: FileInit) -> None:
-        """Nothing to do."""
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._receiver = Receiver(self.group_engine)
+
+    def group_engine(self) -> NCCLWeightTransferEngine:
+        """What connects and receives in a group."""
+        return NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self.model)
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Join a group where there is one. Raises NotReceived."""
+        if init_info.group is not None:
+            self._receiver.join(init_info.group, timeout_s=init_info.timeout_s)
 
     def start_weight_update(self) -> None:
         """Put every layer back into the form that checkpoints are loaded into."""
@@ -58,7 +80,7 @@ class FileBackend(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[m
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the file; raises when a parameter of the model is not in it."""
+        """Load a version; raises when a parameter of the model is not in it."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
@@ -67,11 +89,12 @@ class FileBackend(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[m
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: FileUpdate) -> None:
-        """Stream the tensors of the file into the model, one at a time."""
-        with safe_open(update_info.path, framework="pt") as file:
-            names = list(file.keys())
-            loaded = self.model.load_weights((name, file.get_tensor(name)) for name in names)
+    def receive_weights(self, update_info: Update) -> None:
+        """Stream the tensors of the version into the model."""
+        if update_info.tensors is None:
+            loaded = self._load_file(str(update_info.path))
+        else:
+            loaded = self._receiver.receive(update_info.tensors, self.model)
         # A few models do not say; for them the proof and the canary stand alone.
         if loaded is not None:
             missing = sorted(self._expected - set(loaded))
@@ -79,6 +102,15 @@ class FileBackend(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[m
                 raise ValueError(
                     f"{len(missing)} parameters were not written: {', '.join(missing[:5])}"
                 )
+
+    def _load_file(self, path: str) -> Iterable[str] | None:
+        """One tensor at a time; the names of the parameters that were written."""
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            loaded: Iterable[str] | None = self.model.load_weights(
+                (name, file.get_tensor(name)) for name in names
+            )
+        return loaded
 
     def finish_weight_update(self) -> None:
         """Bring every layer back into the form that is served, the packed output head included."""
@@ -92,13 +124,14 @@ class FileBackend(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[m
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Be in no group."""
+        self._receiver.leave()
 
 
 def register() -> None:
     """Make the backend known to this process; safe to call again."""
     if NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(NAME, FileBackend)
+        WeightTransferEngineFactory.register_engine(NAME, Backend)
 
 
 class Extension:

@@ -164,6 +164,14 @@ def export(
             "else its newest checkpoint.",
         ),
     ] = None,
+    adapter: Annotated[
+        bool,
+        typer.Option(
+            "--adapter",
+            help="Of a run that trains an adapter: it alone, as peft has it; by default it is "
+            "merged into the weights.",
+        ),
+    ] = False,
     folder: Annotated[
         Path, typer.Option(metavar="PATH", help="Where runs are, for a name.")
     ] = Path("runs"),
@@ -174,7 +182,14 @@ def export(
     """
     from services.launcher import export_command, tables
 
-    export_command.write(run, directory, folder=folder, step=step, console=tables.console())
+    export_command.write(
+        run,
+        directory,
+        folder=folder,
+        step=step,
+        adapter_only=adapter,
+        console=tables.console(),
+    )
 
 
 cli_asking.add_to(app)

@@ -29,9 +29,10 @@ runs = typer.Typer(
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    app.command(epilog="Example: `headrace verdict http://localhost:8080 demo --speed-up 2`")(
-        verdict
-    )
+    app.command(
+        epilog="Examples:\n\n`headrace verdict http://localhost:8080 demo --speed-up 2`\n\n"
+        "`headrace verdict http://localhost:8080 demo --history --window 100`"
+    )(verdict)
     app.command(
         epilog="Examples:\n\n`headrace metrics http://localhost:8080 demo --match ^perf/`\n\n"
         "`headrace metrics http://localhost:8080 demo reward perf/step_s --last 100`\n\n"
@@ -55,14 +56,18 @@ def verdict(
         float | None,
         typer.Option(metavar="X", help="Also predict a step with that stage X times as fast."),
     ] = None,
+    history: Annotated[
+        bool, typer.Option("--history", help="Show how the verdict has changed, N steps a line.")
+    ] = False,
     token_file: TokenFile = None,
     ca_file: CaFile = None,
 ) -> None:
-    """Say which stage holds a run back, what it costs, and what to turn next."""
+    """Say which stage holds a run back, what it costs, what to turn, and what else is wrong."""
     from services.launcher import tables, verdict_command
     from services.launcher.asking import Access
 
-    verdict_command.show(
+    ask = verdict_command.show_history if history else verdict_command.show
+    ask(
         url,
         run=run,
         window=window,

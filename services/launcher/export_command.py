@@ -10,9 +10,17 @@ from services.launcher.folder import RunFolder
 from services.launcher.tables import say
 
 
-def write(run: str, directory: Path, *, folder: Path, step: int | None, console: Console) -> None:
-    """Write the policy of a run (its folder, or its name in `folder`) into `directory`. Raises
-    UserError."""
+def write(
+    run: str,
+    directory: Path,
+    *,
+    folder: Path,
+    step: int | None,
+    adapter_only: bool = False,
+    console: Console,
+) -> None:
+    """Write the policy of a run (its folder, or its name in `folder`) into `directory`, or its
+    adapter alone. Raises UserError."""
     place = find(run, folder=folder)
     recipe = place.kept_recipe()
     if recipe is None:
@@ -21,7 +29,15 @@ def write(run: str, directory: Path, *, folder: Path, step: int | None, console:
     # Here, since it imports transformers, which takes seconds.
     from services.trainer.export import export
 
-    made = export(place.path, directory, model=model, dtype=recipe.model.dtype, step=step)
+    made = export(
+        place.path,
+        directory,
+        model=model,
+        dtype=recipe.model.dtype,
+        step=step,
+        lora=recipe.trainer.lora,
+        adapter_only=adapter_only,
+    )
     say(console, f"wrote {made.folder}: step {made.step}, {recipe.model.dtype}, of {made.source}")
 
 

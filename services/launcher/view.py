@@ -91,6 +91,7 @@ class PlainView:
         self._restarts: dict[str, int] = {}
         self._step = 0
         self._told_s = float("-inf")
+        self._page_told = False
 
     def show(self, picture: Picture) -> None:
         """Say what is new."""
@@ -102,6 +103,9 @@ class PlainView:
             if self._phases.get(process.name) != state:
                 self._phases[process.name] = state
                 self.note(f"{process.name}  {process.phase}{'  (ready)' if process.ready else ''}")
+            if process.ready and process.name.startswith("aggregator") and not self._page_told:
+                self._page_told = True
+                self.note(f"page  {picture.page}")
         now = time.monotonic()
         step = picture.step or 0
         last = picture.max_steps is not None and step >= picture.max_steps

@@ -22,7 +22,7 @@ from services.common.errors import UserError
 from services.common.readiness import ready_while
 from services.common.recorder import Recorder
 from services.common.streams import Entry, Stage
-from services.scorer import rewards, scoring, wire
+from services.scorer import rewards, scoring, traces, wire
 
 DRAIN_S = 10.0
 """What is begun may finish within it after SIGTERM; the rest is given back to the queue."""
@@ -47,7 +47,9 @@ class Scorer:
         self._recipe, self._judges, self._recorder = recipe, judges, recorder
         self._producer = producer
         self._complaints = scoring.Complaints(recorder)
-        self.busy = scoring.BusyClock()
+        self.busy = scoring.BusyClock(
+            places=recipe.scorer.max_groups, workers=recipe.rewards.workers
+        )
 
     async def work(self, entry: Entry, stage: Stage) -> None:
         """Take one entry to its end: handed off, a tombstone, or the dead letters. Returns early
@@ -85,6 +87,9 @@ class Scorer:
             return
         if judgement is None:
             return
+        for function, verdict in zip(self._judges.functions, judgement.verdicts, strict=True):
+            if not function.is_async:
+                self.busy.worked(verdict.seconds or 0.0)
         if not evaluation:
             self._recorder.observe("rollout/score_s", time.monotonic() - begun_s)
             scoring.record_seconds(judgement, self._recorder)
@@ -115,6 +120,8 @@ class Scorer:
         )
         if outcome == "done":
             self._event(group, metrics_pb2.GROUP_STATE_SCORED)
+            # Only now: had the claim been lost, another scorer would send the same traces.
+            traces.send(group, scored, settings=self._recipe.traces, recorder=self._recorder)
         return outcome
 
     async def score_now(self, group: rollout_pb2.RolloutGroup) -> scorer_pb2.ScoreResponse:
@@ -244,8 +251,12 @@ async def main(invocation: Invocation, state: lifecycle.Lifecycle) -> None:
         if client is not None:
             # From here on: a service that only waited has nothing to tell the aggregator.
             scorer.busy.take()
+            scorer.busy.take_load()
             recorder.before_flush(
                 lambda: recorder.ratio("rollout/scorer_busy_frac", *scorer.busy.take())
+            )
+            recorder.before_flush(
+                lambda: recorder.ratio("rollout/scorer_load_frac", *scorer.busy.take_load())
             )
             stage = Stage(
                 client,

@@ -206,10 +206,12 @@ class _Proof:
         """Of the sum of all log-probabilities, for the weights of the output head's inputs and of
         the first layers: the embeddings."""
         embeddings = self._model.get_input_embeddings().weight
-        was_training = self._model.training
+        was_training, was_trained = self._model.training, embeddings.requires_grad
+        embeddings.requires_grad_(True)  # not so where only an adapter is trained
         forward = PolicyForward(self._model.train(), temperature=1.0, way=way)
         row = pack(self._samples).to(self._device)
         [gradient] = torch.autograd.grad(forward(row).logprobs.sum(), [embeddings])
+        embeddings.requires_grad_(was_trained)
         self._model.train(was_training)
         return gradient.float()
 

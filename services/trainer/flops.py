@@ -18,6 +18,9 @@ FORWARD_AND_BACKWARD = 3
 """Times the forward: the backward has two products for each of its products, one for the gradient
 of the input and one for that of the weight."""
 
+FROZEN = 2
+"""The same where the weight has no gradient."""
+
 PEAK_BF16 = (
     (r"\bB200\b", 2250e12),
     (r"\bH200 NVL\b", 835.5e12),
@@ -72,6 +75,10 @@ class Flops:
     """Of a pair, over all layers with the same sliding window; None: with full attention."""
     per_logits: float
     """Of a position whose logits are needed."""
+    token_passes: float = FORWARD_AND_BACKWARD
+    """Forward and backward of a token over its forward: less where weights are frozen."""
+    head_passes: float = FORWARD_AND_BACKWARD
+    """The same of a position's logits."""
 
     @classmethod
     def of_model(cls, model: Any) -> "Flops":
@@ -84,11 +91,12 @@ class Flops:
             for module in model.modules()
             if isinstance(module, torch.nn.Embedding)
         }
-        numbers = sum(
-            parameter.numel() * _share_of_experts(name, parameter, config)
-            for name, parameter in model.named_parameters()
-            if parameter.ndim >= 2 and id(parameter) not in tables and parameter is not head
-        )
+        numbers, passes = 0.0, 0.0
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and id(parameter) not in tables and parameter is not head:
+                used = parameter.numel() * _share_of_experts(name, parameter, config)
+                numbers += used
+                passes += used * _passes(parameter)
         per_pair: dict[int | None, float] = {}
         for window, layer in _attending(config):
             heads = getattr(layer, "num_attention_heads", None) or 0
@@ -98,6 +106,8 @@ class Flops:
             per_token=2.0 * numbers,
             per_pair=per_pair,
             per_logits=2.0 * head.numel(),
+            token_passes=passes / numbers if numbers else FORWARD_AND_BACKWARD,
+            head_passes=_passes(head),
         )
 
     def of_row(self, row: PackedRow) -> float:
@@ -108,9 +118,15 @@ class Flops:
             for window, per_pair in self.per_pair.items()
         )
         tokens, positions = row.num_forwarded, row.positions.shape[0]
-        return FORWARD_AND_BACKWARD * (
-            tokens * self.per_token + pairs + positions * self.per_logits
+        return (
+            self.token_passes * tokens * self.per_token
+            + FORWARD_AND_BACKWARD * pairs
+            + self.head_passes * positions * self.per_logits
         )
+
+
+def _passes(parameter: torch.Tensor) -> int:
+    return FORWARD_AND_BACKWARD if parameter.requires_grad else FROZEN
 
 
 def _share_of_experts(name: str, parameter: torch.Tensor, config: Any) -> float:

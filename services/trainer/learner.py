@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 from safetensors.torch import save_file
 
+from services.common import adapter_files
 from services.common.config import Recipe
-from services.trainer import messages
+from services.trainer import lora, messages
+from services.trainer.adapter_publishing import Kind
 from services.trainer.assignment import Budgets
 from services.trainer.planner import Plan, plan, plan_ready
 from services.trainer.policy import MODEL_FILES
@@ -23,6 +25,9 @@ from services.trainer.ranks import Command, Place
 from services.trainer.ready import fill_at_most
 from services.trainer.step import StepResult
 from services.trainer.types import Row, TrainSample
+
+ADAPTER_FOLDER = "adapter"
+"""Beside the folder of the model at the end of a run."""
 
 
 class Learner:
@@ -35,6 +40,7 @@ class Learner:
         self._group = self._own.group
         self._num_snapshots = 0
         self.folder = self._own.folder
+        self.device = self._own.device
         self.dtype = recipe.model.dtype
         self.vocab_size = self._own.vocab_size
         self._bounds: dict[str, Any] = {
@@ -110,14 +116,25 @@ class Learner:
         self._group.send(Command.RESTORE, str(folder.absolute()).encode())
         self._own.restore(folder)
 
-    def write_weights(self, path: Path) -> tuple[int, float]:
-        """Write the weights as published to a safetensors file; the number of tensors, and the
-        seconds that gathering them from all ranks took.
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether a version is an adapter alone, and generators need the frozen weights once."""
+        return self._own.publishes.kind == "adapter"
+
+    def adapter_config(self, *, base: str | None = None) -> bytes:
+        """peft's description of the adapter, as a file's content; base: see lora.py."""
+        settings = self._recipe.trainer.lora
+        assert settings is not None, "there is an adapter"
+        return lora.config_file(settings, self._own.adapted, base=base)
+
+    def write_weights(self, path: Path, kind: Kind | None = None) -> tuple[int, float]:
+        """Write weights, by default those that are published, to a safetensors file; the number of
+        tensors, and the seconds that gathering them from all ranks took.
 
         Tied tensors are written once, under the name that comes first, as checkpoints have them.
         """
-        self._group.send(Command.WEIGHTS)
-        gathered = self._own.gather()
+        self._group.send(Command.WEIGHTS, messages.of_kind(kind))
+        gathered = self._own.gather(kind)
         save_file(gathered.tensors, path, metadata={"format": "pt"})
         return len(gathered.tensors), gathered.seconds
 
@@ -135,9 +152,19 @@ class Learner:
         return self._own.perturbed_logprobs(path, rows)
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face folder: weights, configuration, tokenizer."""
+        """Write a Hugging Face folder: weights, configuration, tokenizer. Of an adapted model the
+        weights have the adapter in them, and `adapter` beside the folder has it alone."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in MODEL_FILES:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
-        self.write_weights(folder / "model.safetensors")
+        weights = folder / "model.safetensors"
+        if self._recipe.trainer.lora is None:
+            self.write_weights(weights)
+            return
+        self.write_weights(weights, kind="merged")
+        adapter = folder.with_name(ADAPTER_FOLDER)
+        adapter.mkdir(exist_ok=True)
+        self.write_weights(adapter / adapter_files.WEIGHTS, kind="adapter")
+        config = self.adapter_config(base=str(self.folder.absolute()))
+        (adapter / adapter_files.CONFIG).write_bytes(config)

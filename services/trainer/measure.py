@@ -205,10 +205,9 @@ def _record_samples(
     record.observe_many("sample/forwarded_tokens_mean", lengths, step=step)
     record.observe_many("sample/forwarded_tokens_max", lengths, step=step)
     record.observe_many("sample/trained_tokens_mean", [s.num_trained for s in trained], step=step)
-    for group in groups:
-        for _ in group.samples:
-            record.observe("sample/staleness_mean", group.staleness, step=step)
-        record.observe("sample/staleness_max", group.staleness, step=step)
+    staleness = [group.staleness for group in groups for _ in group.samples]
+    record.observe_many("sample/staleness_mean", staleness, step=step)
+    record.observe_many("sample/staleness_max", [g.staleness for g in groups], step=step)
 
 
 def _record_rows(

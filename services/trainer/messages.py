@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from safetensors.numpy import load, save
 
+from services.trainer.adapter_publishing import Kind
 from services.trainer.types import Row, TrainSample
 
 ABOUT = "about"
@@ -60,6 +61,16 @@ def to_rows(payload: bytes) -> "tuple[np.ndarray[Any, Any], Path]":
 def to_path(payload: bytes) -> Path:
     """A path that travelled by itself."""
     return Path(payload.decode())
+
+
+def of_kind(kind: Kind | None) -> bytes:
+    """Which of a model's tensors are wanted; None for those that are published."""
+    return (kind or "").encode()
+
+
+def to_kind(payload: bytes) -> Kind | None:
+    """What `of_kind` made."""
+    return cast(Kind, payload.decode()) if payload else None
 
 
 def _packed(arrays: dict[str, Any], about: dict[str, Any]) -> bytes:

@@ -10,9 +10,8 @@ import fcntl
 import hashlib
 import os
 import time
-import zlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,20 @@ import structlog
 from headrace.v1 import policy_pb2 as wire
 from headrace.v1 import policy_pb2_grpc
 
-from services.common import canary, grpc_kit
+from services.common import canary, grpc_kit, weight_files
+from services.common.adapter_files import BASE_VERSION, BaseWeights
 from services.common.errors import UserError
-from services.common.files import sha256, sync
+from services.common.files import sync
 from services.common.memory_folder import MemoryFolder
 from services.common.recorder import Recorder
+from services.common.weight_delta import Delta
+from services.common.weight_files import Held, Pieces, describe
+from services.common.weight_server import WeightServer
 from services.trainer.attempts import Attempts
 from services.trainer.line import VersionLine
-
-CHUNK_BYTES = 1 << 20
-"""One piece of a file on the wire."""
+from services.trainer.published import Mark, Published
+from services.trainer.weight_group import WeightGroup
+from services.trainer.weight_tree import Sources, address_of
 
 NUMBER_BYTES = 21
 """Of the file with the last version's number, newline included."""
@@ -52,27 +55,6 @@ MODEL_FILES = (
 """What a generator needs besides weights, as far as a model has them."""
 
 
-@dataclass
-class Published:
-    """One version that generators may fetch."""
-
-    version: int
-    attempt: int
-    step: int
-    path: Path
-    sha256: str
-    num_tensors: int
-    dtype: str
-    canary_logprobs: "np.ndarray[Any, Any]"
-    perturbed_logprobs: "np.ndarray[Any, Any] | None"
-    at_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def mark(self) -> tuple[int, bool]:
-        """What is new in an announcement: the version, and whether it has the load-path proof."""
-        return self.version, self.perturbed_logprobs is not None
-
-
 class PolicyStore:
     """The versions of this attempt. Use from the event loop; only `write_path` is for the torch
     thread.
@@ -90,13 +72,17 @@ class PolicyStore:
         vocab_size: int,
         max_staleness: int,
         line: VersionLine | None = None,
+        group: WeightGroup | None = None,
     ) -> None:
         self._memory = MemoryFolder("policy")
         self._folder = self._memory.path
         self._last = checkpoints / "last_version"
-        self._attempt, self._max_staleness = attempt, max_staleness
+        self._attempt, self._max_staleness, self._group = attempt, max_staleness, group
         self.canary_rows = canary.rows(vocab_size)
         self._kept: dict[int, Published] = {}
+        self._base: Held | None = None
+        self._in_use = 0
+        """Version whose file is being read for a proof; 0 for none."""
         self.line = VersionLine() if line is None else line
         self.current: Published | None = None
         self._changed = asyncio.Condition()
@@ -119,6 +105,23 @@ class PolicyStore:
         """Where the torch thread writes the next version."""
         return self._folder / "next.safetensors"
 
+    @property
+    def base_path(self) -> Path:
+        """Where the torch thread writes the frozen weights of a run with adapters."""
+        return self._folder / "base.safetensors"
+
+    async def keep_base(self) -> BaseWeights:
+        """Let generators fetch what was written to `base_path`, as version BASE_VERSION."""
+        chunk_bytes = weight_files.CHUNK_BYTES
+        pieces = await asyncio.to_thread(describe, self.base_path, chunk_bytes=chunk_bytes)
+        self._base = Held(self.base_path, pieces, whole=True)
+        return BaseWeights(pieces)
+
+    async def describe_next(self) -> Pieces:
+        """Digest and checksums of what was written to `next_path()`."""
+        chunk_bytes = weight_files.CHUNK_BYTES
+        return await asyncio.to_thread(describe, self.next_path(), chunk_bytes=chunk_bytes)
+
     async def publish(
         self,
         *,
@@ -127,9 +130,11 @@ class PolicyStore:
         dtype: str,
         canary_logprobs: "np.ndarray[Any, Any]",
         perturbed_logprobs: "np.ndarray[Any, Any] | None",
+        pieces: Pieces | None = None,
         again: int | None = None,
     ) -> Published:
-        """Number, keep and announce what was written to `next_path()`.
+        """Number, keep and announce what was written to `next_path()`. pieces: of describe_next,
+        where it has been called.
 
         Weights of as many steps as the line's last version are the same ones, restored: they get
         a number of their own and stay at its place. With `again` they keep that number instead: a
@@ -137,7 +142,9 @@ class PolicyStore:
 
         Raises Fenced when a newer attempt has begun: a version of this one would be of a dead line.
         """
-        digest = await asyncio.to_thread(sha256, self.next_path())
+        if pieces is None:
+            pieces = await self.describe_next()
+        digest = pieces.sha256
         before = self.line.current
         same = before in self.line and self.line[before].step == step
         if same and self.line[before].sha256 != digest:
@@ -152,19 +159,22 @@ class PolicyStore:
             version=version,
             attempt=self._attempt,
             step=step,
-            path=path,
-            sha256=digest,
+            file=Held(path, pieces, whole=True),
             num_tensors=num_tensors,
             dtype=dtype,
             canary_logprobs=canary_logprobs,
             perturbed_logprobs=perturbed_logprobs,
         )
+        if self._group is not None:
+            published.transfer_group, published.broadcast = self._group.offer(version, path)
         self._kept[version] = published
         if again is None:
             self.line.add(version, step=step, sha256=digest, same_weights=same)
-        # The one before always stays: the torch thread may be about to read it for a late joiner.
-        for old in [v for v in self._kept if v < version - max(1, self._max_staleness)]:
-            self._kept.pop(old).path.unlink(missing_ok=True)
+        # The one before always stays: the difference is made from it.
+        oldest = version - max(1, self._max_staleness)
+        for old in [v for v in self._kept if v < oldest and v != self._in_use]:
+            for held in self._kept.pop(old).files.values():
+                held.path.unlink(missing_ok=True)
         async with self._changed:
             self.current = published
             self._changed.notify_all()
@@ -174,52 +184,91 @@ class PolicyStore:
         return published
 
     async def add_perturbed(self, version: int, logprobs: "np.ndarray[Any, Any]") -> None:
-        """Announce the current version again with the values of the load-path proof, for a
-        replica that joins late; nothing happens when it is current no more."""
+        """Announce a version again with the values of the load-path proof, for a replica that
+        joins late and fetches it: it may be current no more. Nothing happens when it is not kept
+        any more."""
         async with self._changed:
-            if self.current is not None and self.current.version == version:
-                self.current.perturbed_logprobs = logprobs
+            if (published := self._kept.get(version)) is not None:
+                published.perturbed_logprobs = logprobs
                 self._changed.notify_all()
 
-    async def announced_since(self, seen: tuple[int, bool] | None) -> Published:
-        """The current version, as soon as its mark is another than `seen`."""
+    async def add_delta(self, version: int, delta: Delta, path: Path) -> bool:
+        """Announce the current version again with its difference, which is at `path`. False when it
+        is current no more: nobody would use it."""
+        async with self._changed:
+            if self.current is None or self.current.version != version:
+                return False
+            self.current.delta_file = Held(path, delta.pieces, whole=True)
+            self.current.delta = delta
+            self._changed.notify_all()
+            return True
+
+    async def news_since(
+        self, told: Mapping[int, Mark], *, fetched: Callable[[], int]
+    ) -> Published:
+        """What a replica has not been told, as soon as there is something: the current version, or
+        the one that it fetches for its proof, once that has the values of it. `told`: the mark that
+        each version had when it was announced last."""
+
+        def news() -> Published | None:
+            first = self._kept.get(fetched())
+            if first is not None and first.perturbed_logprobs is None:
+                first = None
+            for published in (self.current, first):
+                if published is not None and told.get(published.version) != published.mark:
+                    return published
+            return None
+
         # The condition is looked at under the lock: between a look and a wait no announcement is
         # missed.
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: self.current is not None and self.current.mark != seen
-            )
-            assert self.current is not None
-            return self.current
+            found = await self._changed.wait_for(news)
+            assert found is not None
+            return found
+
+    @contextmanager
+    def in_use(self, version: int) -> Iterator[Published | None]:
+        """A version, None where it is not kept any more. Its file stays until this is left, however
+        many are published meanwhile. One at a time."""
+        self._in_use = version
+        try:
+            yield self.find(version)
+        finally:
+            self._in_use = 0
 
     def find(self, version: int) -> Published | None:
         """A version that is still kept."""
         return self._kept.get(version)
 
+    def find_file(self, request: wire.FetchWeightsRequest) -> Held | None:
+        """The file that is asked for, while its version is kept."""
+        if request.version == BASE_VERSION and self._base is not None:
+            return self._base if self._base.pieces.sha256 == request.sha256 else None
+        published = self._kept.get(request.version)
+        return None if published is None else published.files.get(request.sha256)
+
+    def version_of(self, sha256: str) -> int:
+        """The newest version kept whose whole file this is; 0 for none. A step that changes
+        nothing makes a version with the file of the one before."""
+        return max((v for v, kept in self._kept.items() if kept.sha256 == sha256), default=0)
+
+    def before(self, version: int) -> Published | None:
+        """The version kept that was published last before this one."""
+        earlier = [kept for kept in self._kept if kept < version]
+        return self._kept[max(earlier)] if earlier else None
+
+    @property
+    def files(self) -> dict[str, Held]:
+        """All that may be fetched, by digest."""
+        found = {k: v for published in self._kept.values() for k, v in published.files.items()}
+        return found if self._base is None else found | {self._base.pieces.sha256: self._base}
+
     def announcement(self, published: Published) -> wire.WatchPolicyResponse:
         """What generators are told."""
-        perturbed = published.perturbed_logprobs
-        return wire.WatchPolicyResponse(
-            version=wire.PolicyVersion(
-                version=published.version,
-                attempt=published.attempt,
-                step=published.step,
-                sha256=published.sha256,
-                size_bytes=published.path.stat().st_size,
-                num_tensors=published.num_tensors,
-                dtype=published.dtype,
-                publishes=self.line.publishes_of[published.version],
-                canary=wire.Canary(
-                    row_tokens=self.canary_rows.shape[1],
-                    token_ids=self.canary_rows.astype("<u4").tobytes(),
-                    logprobs=published.canary_logprobs.astype("<f4").tobytes(),
-                    perturbed_logprobs=b""
-                    if perturbed is None
-                    else perturbed.astype("<f4").tobytes(),
-                ),
-            ),
-            max_staleness=self._max_staleness,
+        version = published.message(
+            canary_rows=self.canary_rows, publishes=self.line.publishes_of[published.version]
         )
+        return wire.WatchPolicyResponse(version=version, max_staleness=self._max_staleness)
 
     def _claim_number(self) -> int:
         """The next number, durably. It is written in place: a full disk has room for that."""
@@ -242,21 +291,30 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self.group: WeightGroup | None = None
+        """The generators that versions are broadcast to, where the recipe wants that."""
         self._store: PolicyStore | None = None
         self._opened = asyncio.Event()
         self._files: dict[str, bytes] = {}
         self._files_sha256 = ""
         self.serving: dict[str, int] = {}
         """Version served by each generator that watches now; 0 before its first."""
+        self._first: dict[str, int] = {}
+        """The version that a generator fetches, or has fetched, to begin with: its proof is made
+        with this one."""
         self.proof_wanted = asyncio.Event()
-        """Set when a generator has joined that needs the perturbed canary of the current
-        version."""
+        """Set when a generator that serves nothing yet has begun to fetch a version: it needs the
+        perturbed canary of that one."""
         self._streams: dict[str, object] = {}
         self._serving_changed = asyncio.Event()
         self._lag_of = 0
+        self._server, self._sources = WeightServer(), Sources()
 
-    def open(self, store: PolicyStore, model_folder: Path) -> None:
-        """Begin to serve. Raises UserError when the folder lacks what generators need."""
+    def open(
+        self, store: PolicyStore, model_folder: Path, more: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Begin to serve the store and the model's files, and `more` by name. Raises UserError when
+        the folder lacks what generators need."""
         self._files = {
             name: (model_folder / name).read_bytes()
             for name in MODEL_FILES
@@ -266,6 +324,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
             raise UserError(
                 f"model.path: {model_folder} lacks config.json or tokenizer_config.json"
             )
+        self._files |= more or {}
         digest = hashlib.sha256()
         for name, data in sorted(self._files.items()):
             digest.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
@@ -274,9 +333,14 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
         self._opened.set()
 
     @property
-    def unproven(self) -> bool:
-        """True when a connected generator does not serve yet."""
-        return any(version == 0 for version in self.serving.values())
+    def proofs_wanted(self) -> list[int]:
+        """The versions that generators which serve nothing yet have begun to fetch."""
+        return sorted(set(self._first.values()))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of versions and differences, to all generators."""
+        return self._server.sent_bytes
 
     async def wait_served(self, version: int, *, timeout_s: float) -> bool:
         """True once every connected generator serves `version`, and there is one; False after
@@ -293,34 +357,37 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
     async def WatchPolicy(
         self, request: wire.WatchPolicyRequest, context: Any
     ) -> AsyncIterator[wire.WatchPolicyResponse]:
-        """Stream the current version at once, then every new one."""
+        """Stream the current version at once, then every new one; and what a newcomer's proof
+        needs."""
         await self._opened.wait()
         store = self._store
         assert store is not None
         name, stream = request.generator, object()
         self._streams[name] = stream
+        self._sources.joined(name, address=address_of(context.peer(), request.port))
         self.serving[name] = 0
-        self.proof_wanted.set()
         structlog.get_logger().info("generator joined", generator=name)
-        sent: tuple[int, bool] | None = None
+        told: dict[int, Mark] = {}
         try:
             while True:
-                current = await store.announced_since(sent)
-                sent = current.mark
-                yield store.announcement(current)
+                news = await store.news_since(told, fetched=lambda: self._first.get(name, 0))
+                told = {version: mark for version, mark in told.items() if store.find(version)}
+                told[news.version] = news.mark
+                yield store.announcement(news)
         finally:
             # A generator that came again is here twice until its broken stream is noticed.
             if self._streams.get(name) is stream:
                 del self._streams[name], self.serving[name]
+                self._sources.left(name)
                 self._serving_changed.set()
                 structlog.get_logger().info("generator left", generator=name)
 
     async def FetchWeights(
         self, request: wire.FetchWeightsRequest, context: Any
     ) -> AsyncIterator[wire.FetchWeightsResponse]:
-        """Stream one version's file from an offset."""
-        published = None if self._store is None else self._store.find(request.version)
-        if published is None or published.sha256 != request.sha256:
+        """Stream a range of a version's file, or of its difference."""
+        held = None if self._store is None else self._store.find_file(request)
+        if held is None:
             await grpc_kit.abort(
                 context,
                 grpc.StatusCode.NOT_FOUND,
@@ -328,12 +395,34 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
                 f"version {request.version} with this digest is not kept",
                 version=str(request.version),
             )
-        offset = request.offset
-        with published.path.open("rb") as file:
-            file.seek(offset)
-            while data := file.read(CHUNK_BYTES):
-                yield wire.FetchWeightsResponse(offset=offset, data=data, crc32=zlib.crc32(data))
-                offset += len(data)
+        stream = self._server.stream(held, offset=request.offset, length=request.length)
+        async with aclosing(stream) as pieces:  # a cancelled call's turn is free at once
+            async for piece in pieces:
+                yield piece
+
+    async def FindSource(
+        self, request: wire.FindSourceRequest, context: Any
+    ) -> wire.FindSourceResponse:
+        """Say from whom to fetch a file."""
+        if self._store is not None:
+            self._sources.keep_only(self._store.files)
+            self._note_first(self._store, request)
+        address = self._sources.find(
+            request.generator, sha256=request.sha256, failed=request.failed
+        )
+        return wire.FindSourceResponse(address=address)
+
+    def _note_first(self, store: PolicyStore, request: wire.FindSourceRequest) -> None:
+        """See to the proof of a generator that serves nothing yet, with the version that it
+        fetches: a newer one would be a second file to fetch before it serves.
+
+        It stays noted when the generator's stream breaks meanwhile: its fetch goes on.
+        """
+        self._first = {name: v for name, v in self._first.items() if store.find(v) is not None}
+        version = store.version_of(request.sha256)
+        if version and not self.serving.get(request.generator):
+            self._first[request.generator] = version
+            self.proof_wanted.set()
 
     async def FetchModelFiles(
         self, request: wire.FetchModelFilesRequest, context: Any
@@ -341,9 +430,11 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
         """Stream configuration, tokenizer and template."""
         await self._opened.wait()
         for name, data in sorted(self._files.items()):
-            for start in range(0, max(1, len(data)), CHUNK_BYTES):
+            for start in range(0, max(1, len(data)), weight_files.CHUNK_BYTES):
                 yield wire.FetchModelFilesResponse(
-                    set_sha256=self._files_sha256, name=name, data=data[start : start + CHUNK_BYTES]
+                    set_sha256=self._files_sha256,
+                    name=name,
+                    data=data[start : start + weight_files.CHUNK_BYTES],
                 )
 
     async def ReportServing(
@@ -352,7 +443,12 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):  # type: ignore[mis
         """Note what a generator serves."""
         if request.generator in self.serving:
             self.serving[request.generator] = request.version
+            self._first.pop(request.generator, None)
             self._serving_changed.set()
+            served = None if self._store is None else self._store.find(request.version)
+            if request.without_file:
+                served = None
+            self._sources.serves(request.generator, () if served is None else served.files)
         store = self._store
         current = None if store is None else store.current
         if current is not None and self.serving and min(self.serving.values()) == current.version:

@@ -6,6 +6,7 @@ that is alone waits for nobody.
 """
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ from torch.distributed.tensor import DTensor
 from services.common import canary
 from services.common.config import Recipe
 from services.common.errors import UserError
-from services.trainer import tensor_files
+from services.trainer import adapter_publishing, lora, tensor_files
+from services.trainer.adapter_publishing import Choice, Kind
 from services.trainer.device import choose_device
 from services.trainer.flops import peak_flops
 from services.trainer.load import Load
 from services.trainer.model_folder import load_model
 from services.trainer.packing import pack
 from services.trainer.ranks import Group, Place
-from services.trainer.reference import Reference, load_reference
+from services.trainer.reference import reference_of
 from services.trainer.sharding import as_sharded, local_rows, unique_tensors, whole
 from services.trainer.step import MOMENTS, OptimizerStep, StepResult
 from services.trainer.stored_dtype import say_dtype
@@ -41,7 +43,7 @@ class Gathered:
     """The weights as they are published."""
 
     tensors: dict[str, torch.Tensor]
-    """On rank 0, on the CPU, what is tied once; empty on the others."""
+    """By names as in files; on rank 0, on the CPU, what is tied once; empty on the others."""
     seconds: float
     """That all ranks took to gather them."""
 
@@ -65,22 +67,30 @@ class RankLearner:
             torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
         self._dtype = getattr(torch, recipe.model.dtype)
         self._model = load_model(self.folder, self._dtype, of="model.path").to(self.device)
+        self.publishes = Choice("all")
+        """What of the model a version has."""
+        if recipe.trainer.lora is not None:
+            lora.add_adapter(self._model, recipe.trainer.lora)
+            self.publishes = adapter_publishing.choose(recipe.trainer.lora, self._model)
         if rank == 0:
             say_dtype(self.folder, recipe.model.dtype)
+            if recipe.trainer.lora is not None:
+                adapter_publishing.say(self.publishes, self._model)
         if recipe.trainer.gradient_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.adapted = lora.layers(self._model)
+        """The adapted layers, by name."""
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
-        reference = load_reference(recipe, self.device, self._dtype)
-        temperature = recipe.generation.temperature
+        reference = reference_of(recipe, self.device, self._dtype)
         self._one_machine = place is None or place.nodes == 1
         self.group = Group.join(place, self.device)
         self._step = OptimizerStep(
             self._model,
             optimizer=recipe.optimizer,
             loss=recipe.loss,
-            temperature=temperature,
+            temperature=recipe.generation.temperature,
             max_completion_tokens=recipe.generation.max_completion_tokens,
-            reference=None if reference is None else Reference(reference, temperature=temperature),
+            reference=reference,
             group=self.group,
             attention=recipe.trainer.attention,
         )
@@ -130,16 +140,43 @@ class RankLearner:
 
     # -- weights
 
-    def gather(self) -> Gathered:
-        """The whole weights, tensor by tensor: beside what rank 0 collects there is never more than
-        one of them in memory."""
+    def gather(self, kind: Kind | None = None) -> Gathered:
+        """Whole weights, tensor by tensor, by default those that are published: beside what rank 0
+        collects there are never more than a layer's in memory."""
+        kind = kind or self.publishes.kind
         begin_s = time.perf_counter()
         tensors = {}
-        for name, tensor in unique_tensors(self._model):
+        for name, tensor in self._tensors(kind).items():
             found = whole(tensor, self._published_dtype(tensor))
+            if kind == "merged":
+                found = self._merged(name, found)
             if self.group.rank == 0:
                 tensors[name] = found.to("cpu").contiguous()
         return Gathered(tensors, time.perf_counter() - begin_s)
+
+    def _tensors(self, kind: Kind) -> dict[str, torch.Tensor]:
+        """The model's tensors that a file of this kind is made of, by their names in it."""
+        of_adapter = kind == "adapter"
+        return {
+            name if kind == "all" else lora.file_name(name): tensor
+            for name, tensor in unique_tensors(self._model)
+            if kind == "all" or lora.is_adapter(name) == of_adapter
+        }
+
+    @torch.no_grad()
+    def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A whole tensor of the frozen model, with the adapter's change where it is adapted."""
+        layer = self.adapted.get(name.removesuffix(".weight"))
+        if layer is None or not name.endswith(".weight"):
+            return weight
+        a, b = layer.lora_A[lora.ADAPTER].weight, layer.lora_B[lora.ADAPTER].weight
+        change = lora.change(
+            whole(a, self._published_dtype(a)),
+            whole(b, self._published_dtype(b)),
+            scaling=layer.scaling[lora.ADAPTER],
+            transposed=lora.is_transposed(layer.get_base_layer()),
+        )
+        return (weight.float() + change).to(weight.dtype)
 
     def canary_logprobs(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """What a generator with these weights must compute for the canary rows."""
@@ -152,16 +189,22 @@ class RankLearner:
         """The canary under the perturbed weights of a published file; the model is as before
         afterwards."""
         published = self._published(path)
-        tensors = {name: _local(tensor) for name, tensor in unique_tensors(self._model)}
+        kind = self.publishes.kind
+        tensors = {name: _local(tensor) for name, tensor in self._tensors(kind).items()}
         backup = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+        # The adapter is part of what was merged.
+        off = lora.adapter_off(self._model) if kind == "merged" else nullcontext()
         try:
             for name, tensor in tensors.items():
                 value = published[name]
-                factor = torch.from_numpy(canary.factors(name, tuple(value.shape)))
-                perturbed = (value.float() * factor).to(value.dtype)
+                shape = tuple(value.shape)
+                factors = torch.from_numpy(canary.factors(name, shape))
+                offsets = torch.from_numpy(canary.offsets(name, shape))
+                perturbed = (value.float() * factors + offsets).to(value.dtype)
                 tensor.copy_(self._own_rows(perturbed, tensor))
             self._step.weights.changed()
-            return self._step.forward.sequence_logprobs(rows)
+            with off:
+                return self._step.forward.sequence_logprobs(rows)
         finally:
             for name, tensor in tensors.items():
                 tensor.copy_(backup[name])
@@ -175,7 +218,7 @@ class RankLearner:
         if self._one_machine:
             return read
         published = {}
-        for name, tensor in unique_tensors(self._model):
+        for name, tensor in self._tensors(self.publishes.kind).items():
             dtype = self._published_dtype(tensor)
             value = read.pop(name) if first else torch.empty(tensor.shape, dtype=dtype)
             self.group.broadcast(value)

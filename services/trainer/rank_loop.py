@@ -50,7 +50,7 @@ class Rank:
             case Command.ABANDON:
                 learner.abandon()
             case Command.WEIGHTS:
-                learner.gather()
+                learner.gather(messages.to_kind(payload))
             case Command.CANARY:
                 rows, _ = messages.to_rows(payload)
                 learner.canary_logprobs(rows)

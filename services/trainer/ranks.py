@@ -43,7 +43,7 @@ class Command(IntEnum):
     FINISH = 2
     ABANDON = 3
     WEIGHTS = 4
-    """Gather the weights for rank 0."""
+    """Gather the weights for rank 0 (which of them)."""
     CANARY = 5
     """Log-probabilities of plain rows (the rows)."""
     PERTURBED = 6

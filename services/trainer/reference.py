@@ -1,7 +1,8 @@
 """The frozen reference model of the KL penalty: what it says of a row's trained tokens.
 
 It is a second model in memory, on every rank whole, in the dtype and at the temperature of the
-policy, so that both are distributions over the same draws.
+policy, so that both are distributions over the same draws. Where the policy is an adapter of the
+reference there is no second one: it is the policy's model with the adapter off.
 """
 
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 
 from services.common.config import Recipe
 from services.common.errors import UserError
+from services.trainer import lora
 from services.trainer.compatibility import prepare_model
 from services.trainer.forward import PolicyForward, RowOutput
 from services.trainer.model_folder import load_model
@@ -36,6 +38,35 @@ class Reference:
         is recorded."""
         output: RowOutput = self._forward(row)
         return output.logprobs
+
+
+class AdapterOff:
+    """Log-probabilities of the model that a policy adapts, at the policy's temperature, by the
+    policy's own forward: with several ranks, all of them make the same calls."""
+
+    def __init__(self, forward: PolicyForward) -> None:
+        self._forward = forward
+
+    @torch.no_grad()
+    def __call__(self, row: PackedRow) -> torch.Tensor:
+        """[M] float32, in nats: of every term of a row that is on the model's device. No gradient
+        is recorded, and none of the policy's is changed."""
+        with lora.adapter_off(self._forward.model):
+            output: RowOutput = self._forward(row)
+        return output.logprobs
+
+
+def reference_of(
+    recipe: Recipe, device: torch.device, dtype: torch.dtype
+) -> "Reference | type[AdapterOff] | None":
+    """The reference that a recipe asks for: another model, or the policy's with its adapter off;
+    None when `loss.kl_coefficient` is 0. Raises UserError as `load_reference` does."""
+    if recipe.loss.kl_coefficient and recipe.trainer.lora and recipe.loss.reference is None:
+        return AdapterOff
+    model = load_reference(recipe, device, dtype)
+    if model is None:
+        return None
+    return Reference(model, temperature=recipe.generation.temperature)
 
 
 def load_reference(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Any | None:

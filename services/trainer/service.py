@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import structlog
-from headrace.v1 import policy_pb2_grpc, ranks_pb2_grpc
+from headrace.v1 import policy_pb2_grpc, ranks_pb2_grpc, transfer_pb2_grpc
 
 from services.common import grpc_kit, queue, secret_keys
 from services.common.background import unless
@@ -23,13 +23,14 @@ from services.common.errors import STOPPED_STATUS, EndedWith, Fenced
 from services.common.lifecycle import Lifecycle, announce, status_of
 from services.common.recorder import Recorder
 from services.trainer import meeting as meetings
-from services.trainer import node
+from services.trainer import node, transfer_calls
 from services.trainer.meeting import Meeting
 from services.trainer.policy import PolicyServicer
 from services.trainer.rank_ended import RankEnded
 from services.trainer.rank_processes import RankProcesses
 from services.trainer.run_queue import RunQueue
 from services.trainer.training import Training
+from services.trainer.weight_group import WeightGroup
 
 LAST_WORDS_S = 30.0
 """At the end of a run: how long an aggregator that is away is waited for. Nobody else says what
@@ -62,6 +63,16 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
     register = [
         (policy_pb2_grpc.add_PolicyServiceServicer_to_server, servicer, "headrace.v1.PolicyService")
     ]
+    if recipe.weights.transport == "nccl":
+        servicer.group = WeightGroup(
+            recorder,
+            replicas=recipe.weights.nccl_replicas or recipe.generator.replicas,
+            timeout_s=recipe.weights.nccl_timeout_s,
+            present=servicer.serving.__contains__,
+        )
+        calls = transfer_calls.TransferServicer(servicer.group)
+        add = transfer_pb2_grpc.add_TransferServiceServicer_to_server
+        register.append((add, calls, transfer_calls.SERVICE))
     meeting = None
     if recipe.trainer.nodes > 1:
         meeting = Meeting(recipe, lifecycle)
@@ -111,6 +122,8 @@ async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
             else:
                 await asyncio.to_thread(recorder.close)
             await served.stop(GRPC_GRACE_S)
+            if servicer.group is not None:
+                await servicer.group.close()
             at_exit.close()
         finally:
             if lost is not None:

@@ -24,7 +24,7 @@ from services.trainer.loss import LossStatistics, policy_loss, with_router_loss
 from services.trainer.masters import MasterWeights
 from services.trainer.packing import PackedRow
 from services.trainer.ranks import Group
-from services.trainer.reference import Reference
+from services.trainer.reference import AdapterOff, Reference
 from services.trainer.sharding import ShardedWeights
 from services.trainer.tally import Tally, gather
 
@@ -99,7 +99,7 @@ class OptimizerStep:
         loss: Loss,
         temperature: float,
         max_completion_tokens: int | None = None,
-        reference: Reference | None = None,
+        reference: Reference | type[AdapterOff] | None = None,
         group: Group | None = None,
         attention: str = "blocks",
     ) -> None:
@@ -123,7 +123,9 @@ class OptimizerStep:
         )
         self._settings, self._loss = optimizer, loss
         self._max_completion_tokens = max_completion_tokens
-        self._reference = reference
+        self._reference: Reference | AdapterOff | None = (
+            reference(self.forward) if isinstance(reference, type) else reference
+        )
         self._router_coefficient = loss.router_aux_coefficient
         if self._router_coefficient is None:
             config = model.config.get_text_config()

@@ -21,6 +21,7 @@ from typing import Any
 
 import structlog
 
+from services.common import adapter_files
 from services.common.background import guarded, unless
 from services.common.config import Recipe
 from services.common.errors import UserError
@@ -39,6 +40,7 @@ from services.trainer.intake import AdmittedGroup, Policy
 from services.trainer.journal import Journal
 from services.trainer.learner import Learner
 from services.trainer.measure import StepTimes, record_dropped_samples, record_queue, record_step
+from services.trainer.nccl import NcclTransport
 from services.trainer.open_step import Intake
 from services.trainer.policy import PolicyServicer, PolicyStore
 from services.trainer.publishing import Publisher
@@ -97,7 +99,7 @@ class Training:
         past.report_path(recipe).unlink(missing_ok=True)
         await self._load()
         places = await self._begin_attempt(known=known)
-        self._open_store(self._queue.attempt)
+        await self._open_store(self._queue.attempt)
         await self._resume(places)
         whole = guarded(self._course(), self._gauge(), self._publisher.prove_late())
         return await self._end() if await whole else None
@@ -110,7 +112,7 @@ class Training:
             say(self._record, record)
         if not self._recipe.trainer.exit_when_done and self._past.line.current:
             await self._load()
-            self._open_store(self._past.last_attempt)
+            await self._open_store(self._past.last_attempt)
             await self._publisher.publish(again=self._past.line.current)
             await self._lifecycle.set_ready(True)
             proving = asyncio.create_task(self._publisher.prove_late())
@@ -124,6 +126,8 @@ class Training:
         """The model, with the checkpoint's weights where there is one."""
         self._lifecycle.enter("loading the model")
         self._learner = await self._torch(Learner, self._recipe, self._place)
+        if self._servicer.group is not None:
+            self._servicer.group.open(NcclTransport(self._learner.device))
         self._lifecycle.details["rows"] = self._learner.rows
         if self._past.checkpoint is not None:
             self._lifecycle.enter(f"restoring step {self._past.checkpoint.step}")
@@ -148,13 +152,14 @@ class Training:
         self._lifecycle.details["attempt"] = str(attempt)
         return places
 
-    def _open_store(self, attempt: int) -> None:
+    async def _open_store(self, attempt: int) -> None:
         self._store = PolicyStore(
             checkpoints=self._checkpoints.folder,
             attempt=attempt,
             vocab_size=self._learner.vocab_size,
             max_staleness=self._recipe.trainer.max_staleness,
             line=self._past.line,
+            group=self._servicer.group,
         )
         self._at_exit.callback(self._store.close)  # after the run: the final version stays served
         self._publisher = Publisher(
@@ -165,7 +170,15 @@ class Training:
             self._lifecycle,
             self._record,
         )
-        self._servicer.open(self._store, self._learner.folder)
+        self._at_exit.callback(self._publisher.close)
+        more = {}
+        if self._learner.publishes_adapters:
+            self._lifecycle.enter("writing the frozen weights")
+            await self._torch(self._learner.write_weights, self._store.base_path, "base")
+            base = await self._store.keep_base()
+            config = self._learner.adapter_config()
+            more = {adapter_files.CONFIG: config, adapter_files.BASE: base.to_json()}
+        self._servicer.open(self._store, self._learner.folder, more)
 
     async def _resume(self, places: dict[str, str]) -> None:
         """Go on with the book of the attempts before: say again how groups ended, adopt those on

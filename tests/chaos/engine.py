@@ -61,12 +61,12 @@ class TinyEngine:
             raise GenerateFailed("the prompt says so")
         begin_s = time.monotonic()
         draw = random.Random(seed)
-        ids = [draw.randrange(NUM_PLAIN) for _ in range(draw.randint(2, max_tokens))]
+        ids = self._sample(draw, prompt_ids, max_tokens)
         half = len(ids) // 2
         self._inflight += 1
         try:
             first, before = self._version, self._logprobs(prompt_ids, ids)
-            await asyncio.sleep(self._mean_s() * draw.lognormvariate(-(SPREAD**2) / 2, SPREAD))
+            await asyncio.sleep(self._duration_s(draw))
             await self._running.wait()
             second, after = self._version, self._logprobs(prompt_ids, ids)
         finally:
@@ -113,5 +113,11 @@ class TinyEngine:
         row = np.array([[*prompt_ids, *ids]])
         return sequence_logprobs(self._model, row)[0, len(prompt_ids) - 1 :]
 
-    def _mean_s(self) -> float:
-        return float(self._pace.read_text())
+    def _sample(self, draw: random.Random, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """What a completion says."""
+        return [draw.randrange(NUM_PLAIN) for _ in range(draw.randint(2, max_tokens))]
+
+    def _duration_s(self, draw: random.Random) -> float:
+        """How long a completion lasts."""
+        mean_s = float(self._pace.read_text())
+        return mean_s * draw.lognormvariate(-(SPREAD**2) / 2, SPREAD)

@@ -17,15 +17,18 @@ async def start_engine(folder: Path, recipe: Recipe) -> RunningEngine:
     return TinyEngine(folder, pace=pace_of(recipe))
 
 
-async def _import() -> StartEngine:
-    return start_engine
+def run(start: StartEngine, about: str) -> None:
+    """The service's command line, with an engine that `start` makes; until SIGTERM."""
 
+    async def imported() -> StartEngine:
+        return start
 
-async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
-    """Run a generator until SIGTERM."""
-    importing = asyncio.create_task(_import())
-    await Replica(invocation, lifecycle, importing=importing).run()
+    async def main(invocation: Invocation, lifecycle: Lifecycle) -> None:
+        importing = asyncio.create_task(imported())
+        await Replica(invocation, lifecycle, importing=importing).run()
+
+    typer.run(service_command("generator", main, about))
 
 
 if __name__ == "__main__":
-    typer.run(service_command("generator", main, "A generator on the tests' engine."))
+    run(start_engine, "A generator on the tests' engine.")

@@ -17,14 +17,14 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import httpx
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 
-from services.common.config import ENVIRONMENT_PREFIX
+from services.common.config import ENVIRONMENT_PREFIX, Recipe
 from services.common.queue import Keys
 from tests.chaos import clock, witness
 from tests.chaos.keeper import Guard, Keeper
@@ -61,13 +61,16 @@ def environment() -> dict[str, str]:
 class Pipeline:
     """One run and all its processes."""
 
+    modules: ClassVar[Mapping[str, str]] = MODULES
+    """By service, what is started."""
+
     def __init__(self, plan: Plan, folder: Path, *, model: Path) -> None:
         self.plan, self.folder = plan, folder
         ports = Ports(
             trainer=free_port(), aggregator=free_port(), http=free_port(), queue=free_port()
         )
         self.ports = ports
-        self.recipe = make_world(plan, folder, model=model, ports=ports)
+        self.recipe = self.make_world(model=model, ports=ports)
         self.keys = Keys(plan.run)
         self._guard = Guard()
         self.queue = QueueServer(folder / "queue", port=free_port(), guard=self._guard)
@@ -121,6 +124,14 @@ class Pipeline:
         """Processes that were killed, and not by `Keeper.signal`: their prompts did it."""
         killed = sum(keeper.ends.count(-signal.SIGKILL) for keeper in self.keepers)
         return max(0, killed - sum(keeper.kills for keeper in self.keepers))
+
+    def make_world(self, *, model: Path, ports: Ports) -> Recipe:
+        """Write what the services read."""
+        return make_world(self.plan, self.folder, model=model, ports=ports)
+
+    def environ(self, name: str) -> dict[str, str]:
+        """What the process of this name is started with."""
+        return environment()
 
     async def start(self) -> None:
         """Start the queue server and then everything at once."""
@@ -217,7 +228,7 @@ class Pipeline:
         self, service: str, number: int, settings: Mapping[str, int] | None = None
     ) -> Keeper:
         name = f"{service}-{number}"
-        argv = [sys.executable, "-m", MODULES[service], str(self.folder / "recipe.toml")]
+        argv = [sys.executable, "-m", self.modules[service], str(self.folder / "recipe.toml")]
         for key, value in (settings or {}).items():
             argv += ["--set", f"{key}={value}"]
         argv += ["--replica", str(number), "--announce", str(self.folder / f"{name}.json")]
@@ -225,6 +236,6 @@ class Pipeline:
             name,
             argv,
             log=self.folder / f"{name}.log",
-            environ=environment(),
+            environ=self.environ(name),
             guard=self._guard,
         )

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,61 +121,69 @@ def rows_of(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def make_world(plan: Plan, folder: Path, *, model: Path, ports: Ports) -> Recipe:
-    """Write everything that the services read; the recipe."""
+def make_world(
+    plan: Plan,
+    folder: Path,
+    *,
+    model: Path,
+    ports: Ports,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Recipe:
+    """Write everything that the services read; the recipe. `changes` are keys of its sections."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in rows_of(plan)))
     set_pace(folder, plan.seconds_a_completion)
-    recipe = Recipe.model_validate(
-        {
-            "run": plan.run,
-            "folder": str(folder / "runs"),
-            "model": {"path": str(model)},
-            "data": {"file": str(rows), "epochs": plan.epochs, "seed": plan.seed},
-            "generation": {
-                "num_generations": 2,
-                "max_completion_tokens": MAX_COMPLETION_TOKENS,
-                "timeout_s": 15.0,
-            },
-            # Two groups at a time, so that some wait in the stream.
-            "generator": {"max_model_len": 16, "max_inflight": 4},
-            "rewards": {
-                "functions": [
-                    {
-                        "function": "tests.chaos.rewards:counted",
-                        "params": {"path": str(folder / "scored.txt")},
-                    },
-                    {"function": "tests.chaos.rewards:survived"},
-                ],
-                "workers": 1,
-                "timeout_s": 10.0,
-            },
-            "optimizer": {"learning_rate": 1e-3},
-            "trainer": {
-                "groups_per_step": plan.groups_per_step,
-                "max_staleness": plan.max_staleness,
-                "ranks": plan.ranks,
-                "device": "cpu",
-                "exit_when_done": True,
-            },
-            "checkpoint": {"every_steps": plan.checkpoint_every_steps, "keep": 2},
-            "evaluation": {"enabled": False},
-            "queue": {
-                "url": f"redis://127.0.0.1:{ports.queue}/0",
-                "claim_after_s": plan.claim_after_s,
-                "max_work_s": plan.max_work_s,
-                "max_deliveries": plan.max_deliveries,
-                "max_tries": plan.max_tries,
-                "max_stale_tries": plan.max_stale_tries,
-            },
-            "recorder": {"flush_s": 0.5},
-            "aggregator": {"http_port": ports.http},
-            "network": {
-                "trainer": f"127.0.0.1:{ports.trainer}",
-                "aggregator": f"127.0.0.1:{ports.aggregator}",
-            },
-        }
-    )
+    sections: dict[str, Any] = {
+        "run": plan.run,
+        "folder": str(folder / "runs"),
+        "model": {"path": str(model)},
+        "data": {"file": str(rows), "epochs": plan.epochs, "seed": plan.seed},
+        "generation": {
+            "num_generations": 2,
+            "max_completion_tokens": MAX_COMPLETION_TOKENS,
+            "timeout_s": 15.0,
+        },
+        # Two groups at a time, so that some wait in the stream.
+        "generator": {"max_model_len": 16, "max_inflight": 4},
+        "rewards": {
+            "functions": [
+                {
+                    "function": "tests.chaos.rewards:counted",
+                    "params": {"path": str(folder / "scored.txt")},
+                },
+                {"function": "tests.chaos.rewards:survived"},
+            ],
+            "workers": 1,
+            "timeout_s": 10.0,
+        },
+        "optimizer": {"learning_rate": 1e-3},
+        "trainer": {
+            "groups_per_step": plan.groups_per_step,
+            "max_staleness": plan.max_staleness,
+            "ranks": plan.ranks,
+            "device": "cpu",
+            "exit_when_done": True,
+        },
+        "checkpoint": {"every_steps": plan.checkpoint_every_steps, "keep": 2},
+        "evaluation": {"enabled": False},
+        "queue": {
+            "url": f"redis://127.0.0.1:{ports.queue}/0",
+            "claim_after_s": plan.claim_after_s,
+            "max_work_s": plan.max_work_s,
+            "max_deliveries": plan.max_deliveries,
+            "max_tries": plan.max_tries,
+            "max_stale_tries": plan.max_stale_tries,
+        },
+        "recorder": {"flush_s": 0.5},
+        "aggregator": {"http_port": ports.http},
+        "network": {
+            "trainer": f"127.0.0.1:{ports.trainer}",
+            "aggregator": f"127.0.0.1:{ports.aggregator}",
+        },
+    }
+    for name, keys in (changes or {}).items():
+        sections[name] = {**sections.get(name, {}), **keys}
+    recipe = Recipe.model_validate(sections)
     (folder / "recipe.toml").write_text(config.dump_toml(recipe))
     return recipe

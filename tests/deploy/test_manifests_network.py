@@ -23,6 +23,8 @@ from tests.deploy.manifests import (
 OVERLAYS = overlays()
 NAMES = [f"{path.parents[1].name}-{path.name}" for path in OVERLAYS]
 READERS = {"headrace-reader": "true"}
+GROUP = ("trainer", "generator")
+"""Who is in a transfer group."""
 
 Edge = tuple[str, str, int]
 """From, to, port. A place outside is a name in capitals."""
@@ -31,6 +33,7 @@ DOES = {
     "queue": ("queue", "connect"),
     "trainer": ("network", "trainer"),
     "aggregator": ("network", "aggregator"),
+    "generator": ("network", "peer_name"),
 }
 """What a service says in its source where it calls another: `queue.connect`, `network.trainer`."""
 
@@ -62,6 +65,7 @@ def implied(documents: Documents, folder: Path) -> set[Edge]:
             "trainer": loaded.network.trainer,
             "aggregator": loaded.network.aggregator,
             "queue": loaded.queue.url or "",
+            "generator": f"dns:///generator:{loaded.network.grpc_port}",  # each by its own address
         }
         addresses = [given[whom] for whom in called_by(name)]
         if name == "aggregator" and loaded.aggregator.database is not None:
@@ -69,6 +73,8 @@ def implied(documents: Documents, folder: Path) -> set[Edge]:
         for address in addresses:
             host, port = re.findall(r"[/@]([\w.-]+):(\d+)", address)[0]
             edges.add((name, "OUTSIDE" if "." in host else host, int(port)))
+        if name in GROUP and loaded.weights.transport == "nccl":
+            edges |= {(name, peer, 1024) for peer in GROUP if (name, peer) != ("trainer",) * 2}
     # Ranks of several nodes meet, and nodes ask the trainer.
     edges = {edge for edge in edges if edge[:2] != ("trainer", "trainer")}
     if of_kind(documents, "JobSet"):
@@ -123,7 +129,7 @@ def allowed(documents: Documents, direction: str) -> set[Edge]:
 
 def test_the_source_says_what_the_picture_says() -> None:
     assert {service: called_by(service) for service in SERVICES} == {
-        "generator": {"queue", "trainer", "aggregator"},
+        "generator": {"queue", "trainer", "aggregator", "generator"},
         "scorer": {"queue", "aggregator"},
         # Other nodes of a trainer on several machines ask node 0.
         "trainer": {"queue", "trainer", "aggregator"},
@@ -163,8 +169,8 @@ def test_ports_of_policies_are_ports_of_containers(documents: Documents) -> None
             found = {port["containerPort"] for port in container.get("ports", [])}
             ports.setdefault(workload["metadata"]["name"], set()).update(found)
     for _, own, port in allowed(documents, "ingress"):
-        # 1024 is the first of a range: ranks choose theirs.
-        assert port in ports[own] or (own, port) == ("trainer", 1024)
+        # 1024 is the first of a range: ranks choose theirs, and so does NCCL.
+        assert port in ports[own] or (own in GROUP and port == 1024)
 
 
 def test_an_outside_that_is_the_internet_leaves_out_private_networks(documents: Documents) -> None:

@@ -11,15 +11,19 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from services.aggregator.api import (
     access,
+    alerts,
     docs,
     export,
     histories,
     ledger,
     metrics,
+    page,
     parameters,
     problems,
     prometheus,
     prometheus_query,
+    recipes,
+    rollouts,
     runs,
     scale,
     stream,
@@ -46,7 +50,8 @@ def create_app(
     """The aggregator's HTTP side; `clock` tells seconds since 1970.
 
     With tokens all data needs one, with `needs_certificate` and without tokens a client's
-    certificate; /healthz, /readyz and what is the same for everyone (/docs, /openapi.json) do not.
+    certificate; /healthz, /readyz and what is the same for everyone (the page, /docs,
+    /openapi.json) do not.
     """
     app = FastAPI(
         title="Headrace aggregator",
@@ -61,12 +66,15 @@ def create_app(
     problems.install(app)
     app.add_middleware(Limits, per_s=max_requests_per_s)
     docs.install(app, backend.catalogue)
+    app.include_router(page.router())
     app.include_router(_probes(backend))
     allowed = access.check(tokens, needs_certificate=needs_certificate)
     needs_token = [Depends(allowed)]
     checks = [*needs_token, Depends(parameters.refuse_unknown)]
-    for part in (runs, metrics, histories, export, stream, verdict):
+    for part in (runs, recipes, metrics, histories, export, stream, rollouts):
         app.include_router(part.router(backend), dependencies=checks)
+    app.include_router(alerts.router(backend), dependencies=checks)
+    app.include_router(verdict.router(backend, clock=clock), dependencies=checks)
     app.include_router(scale.router(backend, clock=clock), dependencies=checks)
     # After those of runs: groups/counts is no group.
     app.include_router(ledger.router(backend, clock=clock), dependencies=checks)

@@ -13,7 +13,9 @@ from typing import Literal
 
 from sqlalchemy import Connection
 
+from services.aggregator import alert_book
 from services.aggregator.api import models
+from services.aggregator.api.alerts import Alerts, alerts_of
 from services.aggregator.api.backend import Backend
 from services.aggregator.api.selection import same_run
 from services.aggregator.changes import Change, changed_since
@@ -36,9 +38,9 @@ which most are what they were.
 class Message:
     """One event. `revision` is what to go on after when it is the last that was received."""
 
-    event: Literal["line", "points", "gone"]
+    event: Literal["line", "points", "alerts", "gone"]
     revision: int
-    data: models.Line | models.NewPoints | models.Gone
+    data: models.Line | models.NewPoints | Alerts | models.Gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Feed:
         self._keys = frozenset(keys)
         """Empty: all of the run."""
         self._line: tuple[Segment, ...] | None = None
+        self._alerts = (0, 0)
+        """The stamp of the alerts that were told; none were before the first."""
         self._told: dict[str, OrderedDict[int, tuple[int, Point]]] = {}
         """By key and step, the attempt and the point that were told last."""
         self.over = False
@@ -80,6 +84,8 @@ class Feed:
             changes = None
             if run is not None and same_run(run, self._run):
                 changes = changed_since(connection, run, self._revision)
+                stamp = alert_book.stamp(connection, run.id)
+                alerts = alerts_of(connection, run) if stamp != self._alerts else None
                 pending = deque(dict.fromkeys(self._changed(connection, run, changes.series)))
         if run is None or changes is None:
             self.over = True
@@ -93,6 +99,9 @@ class Feed:
                 for each in run.line
             ]
             yield Message("line", self._revision, models.Line(run=run.name, line=line))
+        if alerts is not None:
+            self._alerts = stamp
+            yield Message("alerts", self._revision, alerts)
         while pending:
             with self._backend.read() as connection:
                 found = self._read(connection, run, pending)

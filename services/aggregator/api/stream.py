@@ -30,6 +30,8 @@ recorded. Read it with `fetch()`, which can send the bearer token; `EventSource`
 - `event: points`: `{"revision": 7, "series": [{"key": "loss", "attempt": 1, "points": [{"x": 40,
   "value": 0.5}]}]}`. A point replaces the one of the same key and step: a late report amends its
   step.
+- `event: alerts`: what `/alerts` answers, whenever an alert has fired or ended, and first where the
+  run has had any.
 - `event: gone`, last: the run has been deleted.
 
 The `id` of each event is a revision. To resume, send the last one as the header `Last-Event-ID` (or

@@ -25,6 +25,14 @@ MEASURING = (
         "Recording calls refused: a numerator without denominator, one key by two instruments.",
         only_when="a call was refused",
     ),
+    count(
+        "recorder/trace_dropped/{reason}",
+        ("generator", "scorer"),
+        "traces",
+        "Traces of conversations that are not shown, by reason: too large for `traces.max_bytes`, "
+        "no room in the recorder's buffer, or refused with their batch.",
+        only_when="a trace was dropped",
+    ),
     count("ingest/deltas", A, "deltas", "Deltas added."),
     count(
         "ingest/duplicates",

@@ -34,6 +34,13 @@ ROLLOUT = (
         "rollout/env_s", G, "s", "Of rollout/duration_s: in the environment.", only_when=EQUIPPED
     ),
     observed(
+        "rollout/env_s/{environment}",
+        G,
+        "s",
+        "The same, of conversations in this environment.",
+        only_when=LIVED,
+    ),
+    observed(
         "rollout/request_wait_s",
         G,
         "s",
@@ -166,6 +173,12 @@ ROLLOUT = (
         default="last",
     ),
     ratio("rollout/scorer_busy_frac", S, "Time with at least one group in work, over time."),
+    ratio(
+        "rollout/scorer_load_frac",
+        S,
+        "Of all that a scorer can have in work at a time, groups (scorer.max_groups) or calls in "
+        "worker processes (rewards.workers), whichever is nearer its end.",
+    ),
     count(
         "rollout/backpressure_s",
         S,

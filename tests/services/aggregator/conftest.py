@@ -16,7 +16,7 @@ from tests.services.aggregator import postgres
 
 BOTH_DATABASES = (
     *("test_ingest", "test_history", "test_rollup", "test_changes"),
-    *("test_archive", "test_ledger", "test_lineage"),
+    *("test_archive", "test_ledger", "test_lineage", "test_trace_store"),
 )
 """Modules whose tests run once on each database: where the store itself is tested."""
 

@@ -14,7 +14,7 @@ from services.common.errors import UserError
 from services.common.tokens import FileTokens, Tokens
 from tests.services.aggregator import postgres
 
-SAME_FOR_EVERYONE = {"/healthz", "/readyz", "/docs", "/docs/metrics", "/openapi.json"}
+SAME_FOR_EVERYONE = {"/", "/healthz", "/readyz", "/docs", "/docs/metrics", "/openapi.json"}
 
 PASSWORD = "database-Kq3wN8"
 
@@ -40,7 +40,7 @@ async def test_no_route_answers_without_a_token_but_what_is_the_same_for_everyon
                     status = (await client.request(method, path, headers=headers)).status_code
                     if path in SAME_FOR_EVERYONE:
                         assert status == 200, (method, path)
-                    elif path.startswith("/docs/"):  # files; there is none named 1
+                    elif path.startswith(("/docs/", "/ui/")):  # files; there is none named 1
                         assert status == 404, (method, path)
                     else:
                         assert status == 401, (method, path, headers)

@@ -114,12 +114,16 @@ def test_tools_are_told_apart(ingest: Ingest, store: Store) -> None:
         ingest,
         [
             ("tools/latency_s", observed([1.0, 2.0, 4.0])),
+            ("rollout/env_s", observed([1.0, 8.0])),
+            ("rollout/env_s/sandbox", observed([3.0, 4.0])),
+            ("rollout/env_s/board", observed([2.0])),
             ("tools/search/latency_s", observed([1.0, 2.0])),
             ("tools/run/latency_s", observed([4.0])),
         ],
         step=3,
     )
     assert read(store).tool_latency_s == {"search": 3.0, "run": 4.0}
+    assert read(store).environment_s == {"sandbox": 7.0, "board": 2.0}
 
 
 def test_reward_functions_are_told_apart(ingest: Ingest, store: Store) -> None:
@@ -155,7 +159,7 @@ async def test_the_route_answers_in_words_and_numbers(
     found = await answer(client, "?speed_up=2")
     assert found["sentence"] == (
         "generation-bound: the trainer waits 61 % of each step (1.9 of 3.1 s); with generation for "
-        "free a step would take 1.2 s; 2 times as fast, 1.5 s"
+        "free a step would take 1.2 s; 2 times as fast, 1.6 s"
     )
     assert "generator.replicas" in found["knob"]
     assert (found["verdict"], found["confidence"]) == ("generation-bound", "high")

@@ -36,6 +36,7 @@ from tests.services.aggregator.making import (
     placed,
     ratio,
 )
+from tests.services.aggregator.traced import send, trace_of
 
 TOKEN = "s3cret"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -58,6 +59,7 @@ NAMES = {
     "step": ("10", 3),
     "group": ("0.0.1.0",),
     "row": (0,),
+    "rollout_id": ("0.0.1.0/0",),
 }
 """By parameter, what is there."""
 
@@ -86,6 +88,7 @@ def fill(ingest: Ingest) -> None:
     events = [event(f"0.{row}.1.0", "trained", step=3) for row in range(3)]
     request = Producer("trainer-0", boot_id=f"boot-{next(boots)}").batch(items, events=events)
     ingest.take(decode(request), now_s=NOW_S)
+    send(ingest, trace_of("0.0.1.0/0"))
 
 
 @pytest.fixture

@@ -86,3 +86,29 @@ def test_help_says_what_the_service_does() -> None:
     assert ended.returncode == 0
     assert "Score groups." in ended.stdout
     assert "--announce" in ended.stdout
+
+
+def test_what_a_service_has_when_it_is_ready_is_spared_the_garbage_collector(
+    recipe_file: Path,
+) -> None:
+    program = PROGRAM.replace(
+        "    lifecycle.announce(",
+        """    import gc
+    counts = [gc.get_freeze_count()]
+    for ready in (True, False, True):
+        await state.set_ready(ready)
+        counts.append(gc.get_freeze_count())
+    print(*counts)
+    lifecycle.announce(""",
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(recipe_file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before, *after = map(int, ended.stdout.split())
+    assert before == 0
+    assert after[0] > 10_000
+    assert after == [after[0]] * 3

@@ -38,3 +38,13 @@ def test_what_differs_is_said_in_one_line() -> None:
         'run r in runs/r has another recipe (data.file: "x" before, "y" now; '
         "loss.clip_low: 0.2 before, 0.1 now); choose another run name, or start over with --fresh"
     )
+
+
+def test_an_adapter_belongs_to_the_experiment_and_how_it_is_published_does_not() -> None:
+    assert "lora" not in recipe().experiment()["trainer"]
+    before = recipe(trainer={"lora": {"rank": 8}})
+    merged = recipe(trainer={"lora": {"rank": 8, "publish": "merged"}})
+    check_same(plain(before), merged, place=Path("runs/r"))
+    for other in (recipe(), recipe(trainer={"lora": {"rank": 16}})):
+        with pytest.raises(UserError, match=r"trainer\.lora.*has another|another recipe"):
+            check_same(plain(before), other, place=Path("runs/r"))

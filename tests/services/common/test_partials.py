@@ -115,3 +115,27 @@ def test_nan_and_infinities_are_counted_and_enter_nothing_else() -> None:
     assert (partial.num_nan, partial.num_pos_inf, partial.num_neg_inf) == (2, 1, 1)
     assert (partial.n, partial.sum, partial.positive, partial.negative) == (0, 0.0, {}, {})
     assert histogram(partial) == {}
+
+
+@given(st.floats(allow_nan=False), st.integers(1, 40))
+def test_a_value_taken_several_times_is_as_often_there(value: float, times: int) -> None:
+    at_once, one_by_one = Observation(), Observation()
+    at_once.add(value, 1.0, times)
+    for _ in range(times):
+        one_by_one.add(value, 1.0)
+    assert at_once.sum == pytest.approx(one_by_one.sum, rel=1e-12)
+    at_once.total = one_by_one.total
+    assert at_once == one_by_one
+
+
+@given(st.lists(anything, min_size=1, max_size=30))
+def test_values_taken_together_are_those_taken_one_by_one(values: list[float]) -> None:
+    together, one_by_one = Observation(), observed(values)
+    together.add_many(values, 7.0)
+    taken = [value for value in values if math.isfinite(value)]
+    scale = math.fsum(abs(value) for value in taken)
+    assert together.sum == pytest.approx(one_by_one.sum, rel=1e-12, abs=scale * 1e-25)
+    if taken:
+        assert (together.last, together.last_s) == (taken[-1], 7.0)
+    together.total, together.last_s = one_by_one.total, one_by_one.last_s
+    assert together == one_by_one

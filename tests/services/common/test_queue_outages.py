@@ -241,7 +241,7 @@ async def test_nobody_takes_over_what_an_outage_has_let_grow_old(server: Server)
         await asyncio.sleep(SETTINGS.claim_after_s * 1.2)
         choose = other._choose
 
-        async def through_an_outage(stream: str, limit: int) -> list[tuple[str, int]]:
+        async def through_an_outage(stream: str, limit: int) -> list[tuple[str, int, bytes]]:
             chosen = await choose(stream, limit)
             if chosen:
                 client.no_takeover_before_s = time.monotonic() + 60

@@ -1,167 +1,33 @@
-"""The recorder against a real MetricsService on the loopback."""
+"""What the recorder takes, and what arrives of it at a real MetricsService."""
 
-import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from headrace.v1 import metrics_pb2 as wire
-from headrace.v1 import metrics_pb2_grpc
 from structlog.testing import capture_logs
 
 from services.aggregator import reduce
 from services.aggregator.batch import decode
-from services.aggregator.rows import pool
-from services.common import grpc_kit
 from services.common import recorder as module
-from services.common.config import Network
 from services.common.config import Recorder as Settings
 from services.common.partials import Count, Observation, Ratio
-from services.common.recorder import Recorder
-from tests.services.aggregator.making import Delta, deltas
+from tests.services.aggregator.making import deltas
+from tests.services.common import recorders
+from tests.services.common.recorders import (
+    BRISK,
+    WAIT_S,
+    Bench,
+    alone,
+    flushed,
+    partial_of,
+    refusals,
+)
 
-WAIT_S = 60.0
-"""A machine may be slow; what takes longer has failed."""
-
-BRISK = Settings(flush_s=0.01)
-PATIENT = Settings(flush_s=3600)
-"""Nothing is sent before close()."""
-
-
-P = TypeVar("P", reduce.Count, reduce.Ratio, reduce.Observation)
-
-
-def partial_of(delta: Delta) -> reduce.Partial:
-    """What a delta says."""
-    return pool(delta.instrument, [delta.row])
-
-
-class Aggregator(metrics_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
-    """Keeps each batch once, by its name. `answers` decides what becomes of a call:
-
-    "ok"; "lost": kept, then the answer is lost; "away": not kept; or a status code.
-    """
-
-    def __init__(self) -> None:
-        self.answers: Callable[[int], str | grpc.StatusCode] = lambda call: "ok"
-        self.calls: list[wire.PushDeltasRequest] = []
-        self.batches: dict[tuple[str, str, int], wire.PushDeltasRequest] = {}
-        self.rejects: list[wire.Rejection] = []
-
-    def PushDeltas(self, request: Any, context: Any) -> wire.PushDeltasResponse:
-        self.calls.append(request)
-        answer = self.answers(len(self.calls))
-        if isinstance(answer, grpc.StatusCode):
-            context.abort(answer, "refused by the test")
-        if answer == "away":
-            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
-        name = (request.producer, request.boot_id, request.sequence)
-        known = name in self.batches
-        self.batches.setdefault(name, request)
-        if answer == "lost":
-            context.abort(grpc.StatusCode.UNAVAILABLE, "lost")
-        return wire.PushDeltasResponse(duplicate=known, rejected=self.rejects)
-
-    @property
-    def deltas(self) -> list[Delta]:
-        return [delta for batch in self.batches.values() for delta in deltas(decode(batch))]
-
-    @property
-    def events(self) -> list[wire.GroupEvent]:
-        return [event for batch in self.batches.values() for event in batch.events]
-
-    def counts(self) -> dict[str, float]:
-        """Sum of all counts, by key."""
-        totals: dict[str, float] = {}
-        for delta in self.deltas:
-            partial = partial_of(delta)
-            if isinstance(partial, reduce.Count):
-                totals[delta.key] = totals.get(delta.key, 0.0) + partial.sum.value
-        return totals
-
-    def partials(self, key: str, kind: type[P]) -> list[P]:
-        """The partials of one instrument whose key ends so."""
-        found = [partial_of(delta) for delta in self.deltas if delta.key.endswith(key)]
-        return [each for each in found if isinstance(each, kind)]
-
-    def sequences(self) -> list[int]:
-        return sorted(sequence for _, _, sequence in self.batches)
-
-
-@dataclasses.dataclass
-class Bench:
-    """An aggregator, and recorders that send to it."""
-
-    aggregator: Aggregator
-    address: str
-    recorders: list[Recorder] = dataclasses.field(default_factory=list)
-
-    def recorder(self, settings: Settings = PATIENT, network: Network | None = None) -> Recorder:
-        made = Recorder(
-            run="demo",
-            producer="scorer-1",
-            service="scorer",
-            settings=settings,
-            channel=grpc_kit.sync_channel(self.address, network or Network()),
-        )
-        self.recorders.append(made)
-        return made
-
-
-def ended(recorder: Recorder) -> None:
-    """Wait for its thread: a log line of a later moment would be another test's."""
-    assert recorder._thread is not None
-    recorder._thread.join(WAIT_S)
-    assert not recorder._thread.is_alive()
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    aggregator = Aggregator()
-    server = grpc.server(futures.ThreadPoolExecutor(4))
-    metrics_pb2_grpc.add_MetricsServiceServicer_to_server(aggregator, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    made = Bench(aggregator, f"127.0.0.1:{port}")
-    yield made
-    server.stop(None).wait()
-    for recorder in made.recorders:
-        recorder.close(0)
-        ended(recorder)
-
-
-def alone() -> Recorder:
-    """A recorder that sends nothing."""
-    return Recorder(
-        run="demo", producer="scorer-1", service="scorer", settings=PATIENT, channel=None
-    )
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
-
-
-def flushed(recorder: Recorder, *keys: str) -> None:
-    """Wait until the open partials of these keys are in a batch."""
-    until(lambda: not any(key in keys for key, _, _ in recorder.snapshot()))
-
-
-def refusals(recorder: Recorder) -> float:
-    found = recorder.snapshot().get((module.REFUSED, 0, 0), Count())
-    assert isinstance(found, Count)
-    return found.sum
-
-
-# What is recorded
+bench = recorders.bench
 
 
 def test_each_instrument_arrives_with_its_stamps(bench: Bench) -> None:
@@ -274,12 +140,47 @@ def test_a_step_that_cannot_be_costs_its_own_partial_only(bench: Bench) -> None:
 def test_a_thread_whose_moment_was_earlier_may_come_second(bench: Bench) -> None:
     recorder = bench.recorder()
     now_s = time.monotonic()
-    with recorder._lock:
-        for moment_s in (now_s - 1, now_s - 2):
-            recorder._partial("a", Count, None, moment_s).total.add(1)
+    for moment_s in (now_s - 1, now_s - 2):
+        recorder._open.notes.append((("a", 0, 0), Count, moment_s, 1.0, 0.0))
     assert recorder.close(WAIT_S)
     # An interval that ended before it began would be rejected, with both counts.
     assert bench.aggregator.counts() == {"a": 2}
+
+
+@pytest.mark.parametrize("key", [["a"], {}, None])
+def test_what_is_no_key_never_reaches_the_work(bench: Bench, key: Any) -> None:
+    recorder, step = bench.recorder(), list[int]()
+    with capture_logs():
+        recorder.count(key)
+        recorder.observe("b", 1, step=step)  # type: ignore[arg-type]
+        recorder.count("c")
+        assert recorder.close(WAIT_S)
+    assert bench.aggregator.counts() == {"c": 1, module.REFUSED: 2}
+
+
+def test_what_is_noted_belongs_to_the_step_of_its_call() -> None:
+    recorder = alone()
+    for step in range(3):
+        recorder.set_clock(attempt=1, step=step)
+        recorder.count("a", step + 1)
+        recorder.observe_many("b", [step, step + 1])
+    found = recorder.snapshot()
+    for step in range(3):
+        count, seen = found["a", 1, step], found["b", 1, step]
+        assert isinstance(count, Count)
+        assert isinstance(seen, Observation)
+        assert (count.sum, seen.n, seen.sum, seen.last) == (step + 1, 2, 2 * step + 1, step + 1)
+
+
+def test_notes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NOTES_AT_MOST", 10)
+    recorder = alone()
+    for _ in range(95):
+        recorder.count("a")
+    assert len(recorder._open.notes) == 5
+    found = recorder.snapshot()["a", 0, 0]
+    assert isinstance(found, Count)
+    assert found.sum == 95
 
 
 def test_threads_lose_nothing(bench: Bench) -> None:
@@ -309,188 +210,6 @@ def test_threads_lose_nothing(bench: Bench) -> None:
     assert bench.aggregator.sequences() == list(range(1, len(bench.aggregator.batches) + 1))
 
 
-# How it is sent
-
-
-def test_close_sends_what_is_left_without_waiting_for_the_interval(bench: Bench) -> None:
-    recorder = bench.recorder(PATIENT)
-    recorder.count("a")
-    assert recorder.close(WAIT_S)
-    assert recorder.close(WAIT_S)
-    assert bench.aggregator.counts() == {"a": 1}
-
-
-def test_a_lost_answer_is_asked_for_again_under_the_same_name(bench: Bench) -> None:
-    bench.aggregator.answers = lambda call: "lost" if call % 2 else "ok"
-    recorder = bench.recorder(BRISK)
-    for index in range(3):
-        recorder.count("a", step=index)
-        flushed(recorder, "a")
-    assert recorder.close(WAIT_S)
-    assert bench.aggregator.counts() == {"a": 3}
-    calls = bench.aggregator.calls
-    assert [call.sequence for call in calls] == [1, 1, 2, 2, 3, 3]
-    for first, again in zip(calls[::2], calls[1::2], strict=True):
-        assert first.now_s < again.now_s  # what is sent late says so
-        again.now_s = first.now_s
-        assert first == again
-
-
-@pytest.mark.parametrize("outage", ["away", "lost"])
-def test_a_full_buffer_is_merged_and_totals_stay_exact(bench: Bench, outage: str) -> None:
-    """Also when the aggregator had taken the first batch: what was sent is never merged."""
-    bench.aggregator.answers = lambda call: outage
-    recorder = bench.recorder(Settings(flush_s=0.005, buffer_partials=100))
-    keys = [f"k{index}" for index in range(30)]
-    for round_ in range(20):
-        for key in keys:
-            recorder.count(key, round_ + 1)
-            recorder.observe(f"{key}/seen", round_)
-        flushed(recorder, *keys)
-    bench.aggregator.answers = lambda call: "ok"
-    assert recorder.close(WAIT_S)
-
-    counts = bench.aggregator.counts()
-    assert {counts[key] for key in keys} == {20 * 21 / 2}
-    seen = bench.aggregator.partials("/seen", reduce.Observation)
-    assert sum(partial.n for partial in seen) == 20 * len(keys)
-    assert sum(partial.sum.value for partial in seen) == len(keys) * sum(range(20))
-    assert max(partial.maximum or 0 for partial in seen) == 19
-    assert counts[module.MERGED] > 0
-    assert module.DROPPED not in counts
-    assert bench.aggregator.sequences() == list(range(1, len(bench.aggregator.batches) + 1))
-    assert len(bench.aggregator.batches) < 20
-
-
-def test_what_no_merging_can_hold_is_dropped_oldest_first_and_counted(bench: Bench) -> None:
-    bench.aggregator.answers = lambda call: "away"
-    recorder = bench.recorder(Settings(flush_s=0.005, buffer_partials=100))
-    steps = 600
-    for step in range(steps):
-        recorder.count("a", step=step)
-        if step % 30 == 0:
-            flushed(recorder, "a")
-    flushed(recorder, "a")
-    bench.aggregator.answers = lambda call: "ok"
-    assert recorder.close(WAIT_S)
-    counts = bench.aggregator.counts()
-    assert counts[module.DROPPED] > 0
-    assert counts["a"] + counts[module.DROPPED] == steps
-    arrived = sorted(delta.step for delta in bench.aggregator.deltas if delta.key == "a")
-    assert arrived[-50:] == list(range(steps - 50, steps))
-    assert bench.aggregator.sequences() == list(range(1, len(bench.aggregator.batches) + 1))
-
-
-def test_an_outage_is_logged_when_it_begins_and_when_it_ends(bench: Bench) -> None:
-    bench.aggregator.answers = lambda call: "away" if call <= 5 else "ok"
-    with capture_logs() as logs:
-        recorder = bench.recorder(BRISK)
-        recorder.count("a")
-        until(lambda: len(bench.aggregator.calls) > 5)
-        assert recorder.close(WAIT_S)
-    assert [log["event"] for log in logs] == [
-        "metrics wait for the aggregator",
-        "metrics reach the aggregator again",
-    ]
-
-
-def test_close_gives_up_on_an_aggregator_that_is_away(bench: Bench) -> None:
-    bench.aggregator.answers = lambda call: "away"
-    recorder = bench.recorder()
-    recorder.count("a")
-    with capture_logs():
-        assert not recorder.close(0.2)
-        ended(recorder)
-
-
-def test_close_gives_up_on_an_aggregator_that_hangs(bench: Bench) -> None:
-    released = threading.Event()
-
-    def hang(call: int) -> str:
-        released.wait(WAIT_S)
-        return "away"
-
-    bench.aggregator.answers = hang
-    recorder = bench.recorder()
-    recorder.count("a")
-    with capture_logs():
-        try:
-            assert not recorder.close(0.2)
-        finally:
-            released.set()
-        ended(recorder)
-
-
-@pytest.mark.parametrize(
-    "code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED]
-)
-def test_a_batch_refused_for_good_does_not_hold_up_the_next(
-    bench: Bench, code: grpc.StatusCode
-) -> None:
-    bench.aggregator.answers = lambda call: code if call == 1 else "ok"
-    recorder = bench.recorder(BRISK)
-    with capture_logs() as logs:
-        recorder.count("a", 5)
-        flushed(recorder, "a")
-        recorder.count("b")
-        assert recorder.close(WAIT_S)
-    assert bench.aggregator.counts() == {"b": 1, module.DROPPED: 1}
-    (log,) = [log for log in logs if log["event"] == "metrics dropped"]
-    assert (log["partials"], log["why"]) == (1, f"{code.name}: refused by the test")
-
-
-def test_a_batch_above_the_message_limit_is_said_and_dropped(bench: Bench) -> None:
-    recorder = bench.recorder(network=Network(max_message_bytes=1 << 20))
-    recorder.count("a")
-    recorder.event(wire.GroupEvent(group_id="0.1.1.1", reason="x" * (2 << 20)))
-    with capture_logs() as logs:
-        assert recorder.close(WAIT_S)
-    assert [log["event"] for log in logs] == ["metrics dropped"]
-    assert bench.aggregator.counts() == {module.DROPPED: 1}
-
-
-def test_a_rejected_key_is_logged_once(bench: Bench) -> None:
-    bench.aggregator.rejects = [wire.Rejection(key="b", reason="not declared")]
-    recorder = bench.recorder(BRISK)
-    with capture_logs() as logs:
-        for _ in range(3):
-            recorder.count("b")
-            flushed(recorder, "b")
-        assert recorder.close(WAIT_S)
-    rejected = [log for log in logs if log["event"] == "metric rejected"]
-    assert [(log["key"], log["why"]) for log in rejected] == [("b", "not declared")]
-
-
-def test_a_closed_channel_is_not_a_crash_of_the_thread(bench: Bench) -> None:
-    channel = grpc_kit.sync_channel(bench.address, Network())
-    recorder = Recorder(
-        run="demo", producer="p", service="scorer", settings=PATIENT, channel=channel
-    )
-    bench.recorders.append(recorder)
-    recorder.count("a")
-    channel.close()
-    with capture_logs():
-        assert not recorder.close(0.2)
-        ended(recorder)
-
-
-def test_samplers_run_before_each_batch_and_a_failing_one_is_said(bench: Bench) -> None:
-    recorder = bench.recorder()
-
-    def fail() -> None:
-        raise RuntimeError("no such gauge")
-
-    recorder.before_flush(fail)
-    recorder.before_flush(lambda: recorder.observe("gauge", 5))
-    with capture_logs() as logs:
-        assert recorder.close(WAIT_S)
-    assert [delta.key for delta in bench.aggregator.deltas] == ["gauge"]
-    assert [log["event"] for log in logs] == ["a metric sampler failed"]
-
-
-# Group events
-
-
 def test_events_are_stamped_and_are_copies(bench: Bench) -> None:
     recorder = bench.recorder()
     event = wire.GroupEvent(group_id="0.1.1.1", state=wire.GROUP_STATE_SCORED, row_index=4)
@@ -502,57 +221,3 @@ def test_events_are_stamped_and_are_copies(bench: Bench) -> None:
     assert (first.group_id, first.worker, first.row_index) == ("0.1.1.1", "scorer-1", 4)
     assert (second.group_id, second.worker) == ("0.2.1.1", "another")
     assert 0 < first.at_s <= second.at_s
-
-
-def test_too_many_events_are_compacted_to_the_highest_state_of_each_group(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "EVENTS_KEPT", 40)
-    bench.aggregator.answers = lambda call: "away"
-    recorder = bench.recorder(Settings(flush_s=0.005))
-    groups = [f"0.{index}.1.1" for index in range(30)]
-    states = [wire.GROUP_STATE_SCORED, wire.GROUP_STATE_TRAINED, wire.GROUP_STATE_QUEUED]
-    recorder.count("first")
-    flushed(recorder, "first")
-    until(lambda: len(bench.aggregator.calls) > 0)
-    for state in states:
-        for group in groups:
-            recorder.event(wire.GroupEvent(group_id=group, state=state))
-        recorder.count("mark")
-        flushed(recorder, "mark")
-    bench.aggregator.answers = lambda call: "ok"
-    assert recorder.close(WAIT_S)
-    events = bench.aggregator.events
-    assert len(events) < 90
-    highest = dict.fromkeys(groups, 0)
-    for event in events:
-        highest[event.group_id] = max(highest[event.group_id], event.state)
-    assert set(highest.values()) == {wire.GROUP_STATE_TRAINED}
-
-
-def test_a_flush_sends_at_once_and_waits_for_the_answer(bench: Bench) -> None:
-    recorder = bench.recorder(PATIENT)
-    for number in (1, 2):
-        recorder.count("dispatched_total")
-        assert recorder.flush(WAIT_S)
-        assert bench.aggregator.counts()["dispatched_total"] == number
-    assert recorder.flush(WAIT_S), "nothing to send is sent at once"
-    assert recorder.close()
-    assert bench.aggregator.sequences() == [1, 2]
-
-
-def test_a_flush_does_not_wait_for_an_aggregator_that_is_away(bench: Bench) -> None:
-    bench.aggregator.answers = lambda call: "away"
-    recorder = bench.recorder(PATIENT)
-    recorder.count("dispatched_total")
-    assert not recorder.flush(WAIT_S)
-    begin_s = time.monotonic()
-    assert not recorder.flush(WAIT_S)
-    assert time.monotonic() - begin_s < WAIT_S / 2
-    bench.aggregator.answers = lambda call: "ok"
-    assert recorder.close()
-    assert bench.aggregator.counts()["dispatched_total"] == 1
-
-
-def test_a_flush_of_a_recorder_that_sends_nothing_is_done() -> None:
-    assert alone().flush(0)

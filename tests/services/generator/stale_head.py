@@ -9,7 +9,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from services.generator import weight_backend
 
 
-class StaleHead(weight_backend.FileBackend):
+class StaleHead(weight_backend.Backend):
     """Loads all, packs nothing."""
 
     def repack_embeddings(self) -> None:

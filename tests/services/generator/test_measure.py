@@ -143,6 +143,7 @@ async def test_an_environment(tmp_path: Path, measured: Recorder) -> None:
     assert found["tools/up/call_total"] == 2
     assert _pair(found["env/reset_s"])[0] == _pair(found["env/reward_s"])[0] == 1
     assert _pair(found["rollout/env_s"])[1] == pytest.approx(done.env_s)
+    assert _pair(found["rollout/env_s/Counter"]) == _pair(found["rollout/env_s"])
     assert _pair(found["rollout/tool_s"]) == (1, 0)
 
 
@@ -152,6 +153,7 @@ async def test_without_tools_there_are_no_keys_of_tools(tmp_path: Path, measured
     found = values(measured)
     assert not [key for key in found if key.startswith(("tools/", "env/"))]
     assert not {"rollout/tool_s", "rollout/env_s", "rollout/fork_frac"} & found.keys()
+    assert not [key for key in found if key.startswith("rollout/env_s/")]
 
 
 async def test_prefixes_recomputed_at_a_switch_are_of_their_turn(

@@ -14,7 +14,7 @@ from headrace.v1 import rollout_pb2 as wire
 
 from services.common import streams
 from services.common.queue import GROUP
-from services.generator import service, weights
+from services.generator import service, weight_links
 from services.generator.types import EngineDead, Generated, LoadTimes
 from tests.conftest import free_port
 from tests.services.generator.fakes import (
@@ -33,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(streams, "BLOCK_S", 0.1)
     monkeypatch.setattr(streams, "TAKEOVER_EVERY_S", 0.05)
     monkeypatch.setattr(service, "DRAIN_S", 0.2)
-    monkeypatch.setattr(weights, "RETRY_S", (0.001, 0.05))
+    monkeypatch.setattr(weight_links, "RETRY_S", (0.001, 0.05))
     monkeypatch.setattr(service, "model_cache", lambda: tmp_path / "cache")
 
 

@@ -16,13 +16,15 @@ from structlog.testing import capture_logs
 from services.common.lifecycle import cancel
 from services.common.recorder import Recorder
 from services.generator import serving as module
-from services.generator import weights
+from services.generator import weight_links
 from services.generator.proof import LoadNotProven
 from services.generator.serving import MAX_LOADS, Serving
 from services.generator.types import EngineDead, LoadTimes
 from services.generator.weights import PolicyClient
+from services.trainer.policy import PolicyServicer
 from tests.services.generator.fakes import FakeEngine, recorder, values
 from tests.services.generator.trainers import (
+    ServicerOf,
     Trainer,
     client_of,
     perturbed,
@@ -68,9 +70,10 @@ async def replica_of(
     engine: FakeEngine | None = None,
     max_staleness: int = 2,
     dtype: str = "float32",
+    servicer: ServicerOf = lambda: PolicyServicer(recorder()),
 ) -> AsyncIterator[Replica]:
     async with (
-        trainer(folder, max_staleness=max_staleness) as made,
+        trainer(folder, max_staleness=max_staleness, servicer=servicer) as made,
         client_of(made.port) as client,
     ):
         chosen = engine or FakeEngine()
@@ -87,7 +90,7 @@ async def replica_of(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "RETRY_S", (0.001, 0.01))
+    monkeypatch.setattr(weight_links, "RETRY_S", (0.001, 0.01))
 
 
 async def test_a_start_proves_the_load_path_before_any_work(tmp_path: Path) -> None:
@@ -119,7 +122,7 @@ async def test_an_engine_with_a_stale_tensor_never_gets_ready(tmp_path: Path) ->
     engine = FakeEngine()
     async with replica_of(tmp_path, engine=engine) as replica:
         await replica.trainer.publish(1)
-        seen = await replica.client.provable()
+        seen = await replica.client.newer_than(0)
         await engine.load(await replica.client.fetch(seen), 0)
         engine.stale = True
         with pytest.raises(LoadNotProven, match="stale tensor"):
@@ -133,15 +136,98 @@ async def test_a_late_joiner_waits_for_the_perturbed_canary(tmp_path: Path) -> N
     async with replica_of(tmp_path) as replica:
         for _ in range(12):
             await replica.trainer.publish(1, provable=False)
+        await replica.client.newer_than(11)
         start = asyncio.create_task(replica.start())
         await replica.trainer.servicer.proof_wanted.wait()
-        await replica.client.newer_than(11)
+        assert replica.trainer.servicer.proofs_wanted == [12]
         assert replica.engine.loads == []
         assert not replica.serving.may_take_work
         await replica.trainer.store.add_perturbed(12, perturbed(weights_of(1)))
         await start
         assert replica.serving.version == 12
         assert [version for _, version in replica.engine.loads] == [0, 12]
+
+
+class Gated(PolicyServicer):
+    """Sends weights only when it is told to, as over a slow link."""
+
+    def __init__(self) -> None:
+        super().__init__(recorder())
+        self.go = asyncio.Event()
+        self.asked = asyncio.Event()
+
+    async def FetchWeights(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.asked.set()
+        await self.go.wait()
+        async for piece in super().FetchWeights(request, context):
+            yield piece
+
+
+async def test_a_joiner_fetches_one_file_though_steps_are_faster_than_its_fetch(
+    tmp_path: Path,
+) -> None:
+    """What overtakes its version while that is fetched, and while its proof is computed, comes
+    when it serves."""
+    sending = Gated()
+    async with replica_of(tmp_path, servicer=lambda: sending) as replica:
+        made, serving = replica.trainer, replica.serving
+        one = await made.publish(1, provable=False)
+        start = asyncio.create_task(replica.start())
+        await asyncio.wait_for(sending.asked.wait(), PATIENCE_S)
+        await made.publish(2, provable=False)  # while the first is on its way
+        await replica.client.newer_than(1)
+        sending.go.set()
+
+        def whole() -> bool:
+            held = replica.client.find_file(one.sha256)
+            return held is not None and held.complete
+
+        await until(whole)
+        three = await made.publish(3, provable=False)  # and while its values are computed
+        await replica.client.newer_than(2)
+        assert replica.engine.loads == []
+        assert made.servicer.proofs_wanted == [1]
+        await made.store.add_perturbed(1, perturbed(weights_of(1)))
+        await asyncio.wait_for(start, PATIENCE_S)
+        assert replica.phases == [
+            "waiting for the first policy version",
+            "fetching policy version 1",
+            "proving the weight load path",
+        ]
+        assert [version for _, version in replica.engine.loads] == [0, 1]
+        assert (serving.version, serving.behind, serving.may_take_work) == (1, 2, True)
+        size_bytes = one.file.pieces.size_bytes
+        assert sending.sent_bytes == size_bytes
+
+        # The newest one comes as to every replica, and needs no proof of its own.
+        replica.go()
+        await asyncio.wait_for(serving.wait_proven(3), PATIENCE_S)
+        assert [version for _, version in replica.engine.loads] == [0, 1, 3]
+        assert sending.sent_bytes == size_bytes + three.file.pieces.size_bytes
+        await until(partial(replica.says, 3))
+        assert made.servicer.proofs_wanted == []
+
+
+@pytest.mark.parametrize("because", ["too old", "of a replaced attempt"])
+async def test_a_joiner_begins_anew_when_its_version_cannot_be_served_any_more(
+    tmp_path: Path, because: str
+) -> None:
+    async with replica_of(tmp_path, max_staleness=1) as replica:
+        made = replica.trainer
+        await made.publish(1, provable=False)
+        start = asyncio.create_task(replica.start())
+        await until(lambda: made.servicer.proofs_wanted == [1])
+        if because == "of a replaced attempt":
+            made.store._attempt = 2
+        else:
+            await made.publish(2, provable=False)
+        await made.publish(3, provable=False)
+        newest = made.store.version
+        await until(lambda: newest in made.servicer.proofs_wanted)
+        await made.store.add_perturbed(newest, perturbed(weights_of(3)))
+        await asyncio.wait_for(start, PATIENCE_S)
+        assert [version for _, version in replica.engine.loads] == [0, newest]
+        assert replica.serving.may_take_work
 
 
 async def test_another_precision_than_the_trainers_is_said_once(tmp_path: Path) -> None:

@@ -1,30 +1,26 @@
 """The way of a version over a real connection, and what goes wrong on it."""
 
 import asyncio
-import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from services.common import grpc_kit
+from services.common import grpc_kit, weight_files
 from services.common.config import Network
 from services.common.errors import UserError
 from services.common.lifecycle import Lifecycle, cancel
-from services.generator import weights
-from services.generator.weights import Announcement, FetchFailed, PolicyClient, TooOld
+from services.generator import weight_links, weights
+from services.generator.weights import Announcement, PolicyClient
 from services.trainer import policy
 from services.trainer.policy import PolicyServicer
 from tests.conftest import free_port
 from tests.services.generator.fakes import recorder
 from tests.services.generator.trainers import (
-    SHAPE,
     client_of,
     perturbed,
     trainer,
@@ -36,8 +32,8 @@ from tests.waiting import until
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short pauses, and files of several pieces."""
-    monkeypatch.setattr(weights, "RETRY_S", (0.001, 0.01))
-    monkeypatch.setattr(policy, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(weight_links, "RETRY_S", (0.001, 0.01))
+    monkeypatch.setattr(weight_files, "CHUNK_BYTES", 500)
 
 
 @asynccontextmanager
@@ -138,14 +134,60 @@ async def test_a_replica_that_joins_late_waits_for_the_values_of_its_proof(tmp_p
     """The current version was announced without them, since nobody was new then."""
     async with trainer(tmp_path) as made, client_of(made.port) as client, watching(client):
         await made.publish(1, provable=False)
-        assert (await client.newer_than(0)).perturbed_logprobs.size == 0
-        waiting = asyncio.create_task(client.provable())
-        await made.servicer.proof_wanted.wait()
+        target = await client.newer_than(0)
+        assert target.perturbed_logprobs.size == 0
+        await client.fetch(target)
+        assert made.servicer.proof_wanted.is_set()
+        waiting = asyncio.create_task(client.provable(target))
+        # What comes of newer versions is no answer: their values are of other weights.
+        await made.publish(2)
+        await client.newer_than(1)
         assert not waiting.done()
         await made.store.add_perturbed(1, perturbed(weights_of(1)))
         seen = await waiting
+        assert seen is not None
         assert seen.version == 1
         assert np.array_equal(seen.perturbed_logprobs, perturbed(weights_of(1)))
+        assert client.latest is not None
+        assert client.latest.version == 2
+
+
+async def test_values_that_came_while_their_version_was_current_are_kept(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as made, client_of(made.port) as client, watching(client):
+        await made.publish(1, provable=False)
+        target = await client.newer_than(0)
+        await made.store.add_perturbed(1, perturbed(weights_of(1)))
+        await until(lambda: client.latest is not target)
+        await made.publish(2, provable=False)
+        await client.newer_than(1)
+        seen = await client.provable(target)
+        assert seen is not None
+        assert (seen.version, seen.perturbed_logprobs.size > 0) == (1, True)
+
+
+async def test_a_version_that_is_too_old_is_not_waited_for(tmp_path: Path) -> None:
+    """Two may be overtaken by 3 and 4 with a staleness of 2; when 5 comes it cannot be served."""
+    async with trainer(tmp_path) as made, client_of(made.port) as client, watching(client):
+        for version in (1, 2):
+            await made.publish(version, provable=False)
+        target = await client.newer_than(1)
+        waiting = asyncio.create_task(client.provable(target))
+        for version in (3, 4):
+            await made.publish(version, provable=False)
+        await client.newer_than(3)
+        assert not waiting.done()
+        await made.publish(5, provable=False)
+        assert await waiting is None
+
+
+async def test_a_version_of_a_replaced_attempt_is_not_waited_for(tmp_path: Path) -> None:
+    async with trainer(tmp_path) as made, client_of(made.port) as client, watching(client):
+        await made.publish(1, provable=False)
+        target = await client.newer_than(0)
+        waiting = asyncio.create_task(client.provable(target))
+        made.store._attempt = 2
+        await made.publish(2, provable=False)
+        assert await waiting is None
 
 
 async def test_announcements_of_a_lower_attempt_are_ignored(tmp_path: Path) -> None:
@@ -172,160 +214,9 @@ async def test_announcements_of_a_lower_attempt_are_ignored(tmp_path: Path) -> N
         await made.publish(1)
         assert (await client.newer_than(9)).version == 10
         # All three have arrived when the last has: the one between left no trace.
-        assert (await client.provable()).version == 10
-
-
-# -- fetching
-
-
-class Unruly(PolicyServicer):
-    """Spoils the first fetches, one by each name in `spoils`, and notes where each began."""
-
-    def __init__(self, *spoils: str) -> None:
-        super().__init__(recorder())
-        self.spoils = list(spoils)
-        self.offsets: list[int] = []
-
-    async def FetchWeights(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        self.offsets.append(request.offset)
-        spoil = self.spoils.pop(0) if self.spoils else ""
-        number = 0
-        async for piece in super().FetchWeights(request, context):
-            if number == 2:
-                match spoil:
-                    case "cut":
-                        await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
-                    case "end":
-                        return
-                    case "damage":
-                        piece.data = bytes(len(piece.data))
-                    case "other":  # whole in itself, and not what was announced
-                        piece.data = bytes(len(piece.data))
-                        piece.crc32 = zlib.crc32(piece.data)
-                    case "shift":
-                        piece.offset += 1
-            yield piece
-            number += 1
-
-
-async def test_a_version_is_fetched_whole_and_once(tmp_path: Path) -> None:
-    servicer = Unruly()
-    async with (
-        trainer(tmp_path, servicer=lambda: servicer) as made,
-        client_of(made.port) as client,
-    ):
-        published = await made.publish(3)
-        target = await announced(client)
-        path = await client.fetch(target)
-        assert path.read_bytes() == published.path.read_bytes()
-        assert load_file(path)["w"].shape == SHAPE
-        assert await client.fetch(target) == path
-        assert servicer.offsets == [0]
-
-
-@pytest.mark.parametrize("spoil", ["cut", "end", "damage", "shift"])
-async def test_a_fetch_goes_on_where_it_was_whole(tmp_path: Path, spoil: str) -> None:
-    """The third piece of 500 bytes fails, then the third after that: bytes that were right are
-    not sent again."""
-    servicer = Unruly(spoil, spoil)
-    async with (
-        trainer(tmp_path, servicer=lambda: servicer) as made,
-        client_of(made.port) as client,
-    ):
-        published = await made.publish(3)
-        path = await client.fetch(await announced(client))
-        assert path.read_bytes() == published.path.read_bytes()
-        assert servicer.offsets == [0, 1000, 2000]
-
-
-async def test_a_file_with_another_digest_is_fetched_anew(tmp_path: Path) -> None:
-    servicer = Unruly("other")
-    async with (
-        trainer(tmp_path, servicer=lambda: servicer) as made,
-        client_of(made.port) as client,
-    ):
-        published = await made.publish(3)
-        path = await client.fetch(await announced(client))
-        assert path.read_bytes() == published.path.read_bytes()
-        assert servicer.offsets == [0, 0]
-
-
-async def test_a_file_that_never_has_its_digest_fails(tmp_path: Path) -> None:
-    servicer = Unruly(*["other"] * weights.MAX_FETCHES)
-    async with (
-        trainer(tmp_path, servicer=lambda: servicer) as made,
-        client_of(made.port) as client,
-    ):
-        await made.publish(3)
-        with pytest.raises(FetchFailed, match=r"version 1: digest .* was announced"):
-            await client.fetch(await announced(client))
-        assert len(servicer.offsets) == weights.MAX_FETCHES
-
-
-async def test_a_version_that_is_gone_is_too_old(tmp_path: Path) -> None:
-    """Kept are the current version and two before it."""
-    async with trainer(tmp_path) as made, client_of(made.port) as client:
-        await made.publish(1)
-        first = await announced(client)
-        for seed in (2, 3):
-            await made.publish(seed)
-        assert (await client.fetch(first)).exists()
-        await made.publish(4)
-        client.keep_only()
-        with pytest.raises(TooOld, match="version 1 is no longer kept"):
-            await client.fetch(first)
-
-
-async def test_a_fetch_is_abandoned_only_when_its_version_is_too_old(tmp_path: Path) -> None:
-    """At most two behind may serve: a newer version alone does not end a fetch."""
-    begun, goes_on = asyncio.Event(), asyncio.Event()
-
-    class Slow(PolicyServicer):
-        async def FetchWeights(self, request: Any, context: Any) -> AsyncIterator[Any]:
-            begun.set()
-            async for piece in super().FetchWeights(request, context):
-                yield piece
-                await goes_on.wait()
-
-    async with (
-        trainer(tmp_path, servicer=lambda: Slow(recorder())) as made,
-        client_of(made.port) as client,
-        watching(client),
-    ):
-        for seed in (1, 2, 3):
-            await made.publish(seed)
-        target = await client.newer_than(2)
-        fetch = asyncio.create_task(client.fetch(target))
-        await begun.wait()
-        for seed in (4, 5):
-            await made.publish(seed)
-        await client.newer_than(4)
-        goes_on.set()
-        assert (await fetch).name.startswith("3-")
-
-        begun.clear()
-        goes_on.clear()
-        fetch = asyncio.create_task(client.fetch(await client.newer_than(4)))
-        await begun.wait()
-        for seed in (6, 7, 8):
-            await made.publish(seed)
-        await client.newer_than(7)
-        goes_on.set()
-        with pytest.raises(TooOld, match="version 5 is 3 behind"):
-            await fetch
-
-
-async def test_files_are_kept_until_told_and_gone_with_the_client(tmp_path: Path) -> None:
-    async with trainer(tmp_path) as made:
-        async with client_of(made.port) as client, watching(client):
-            paths = []
-            for seed in (1, 2):
-                await made.publish(seed)
-                paths.append(await client.fetch(await client.newer_than(seed - 1)))
-            assert all(path.exists() for path in paths)
-            client.keep_only(paths[1])
-            assert [path.exists() for path in paths] == [False, True]
-        assert not paths[1].parent.exists()
+        await until(lambda: client.latest is not None and client.latest.perturbed_logprobs.size)
+        assert client.latest is not None
+        assert client.latest.version == 10
 
 
 # -- what no retry mends
@@ -395,7 +286,7 @@ async def test_a_version_on_its_way_is_expected_for_half_of_the_time_between_two
         await announced_at(110, 2)
         now_s[0] = 114
         await made.store.add_perturbed(2, perturbed(weights_of(2)))
-        await client.provable()
+        await until(lambda: client.latest is not None and client.latest.perturbed_logprobs.size)
         assert expected(114.9, served=1)
         assert not expected(114.9, served=2)
         assert not expected(115, served=1)

@@ -10,15 +10,20 @@ from typing import Any
 
 import grpc
 import numpy as np
-from headrace.v1 import policy_pb2_grpc
+from headrace.v1 import policy_pb2_grpc, transfer_pb2_grpc
 from safetensors.numpy import save_file
 
 from services.common import canary, grpc_kit
 from services.common.config import Network
 from services.common.lifecycle import Lifecycle
+from services.common.recorder import Recorder
 from services.generator.weights import PolicyClient
 from services.launcher import tiny_tokenizer
-from services.trainer.policy import PolicyServicer, PolicyStore, Published
+from services.trainer import transfer_calls
+from services.trainer.policy import PolicyServicer, PolicyStore
+from services.trainer.published import Published
+from services.trainer.transfer_calls import TransferServicer
+from services.trainer.weight_group import WeightGroup
 from tests.services.generator.fakes import recorder
 
 VOCABULARY = 50
@@ -66,6 +71,7 @@ def model_folder(path: Path) -> Path:
 
 
 ServicerOf = Callable[[], PolicyServicer]
+GroupOf = Callable[[PolicyServicer], WeightGroup]
 
 
 @asynccontextmanager
@@ -76,43 +82,56 @@ async def trainer(
     max_staleness: int = 2,
     network: Network | None = None,
     servicer: ServicerOf = lambda: PolicyServicer(recorder()),
+    group_of: GroupOf | None = None,
 ) -> AsyncIterator[Trainer]:
-    """A trainer that listens, with its checkpoints in `folder`, as a restarted one has them too."""
+    """A trainer that listens, with its checkpoints in `folder`, as a restarted one has them too;
+    with `group_of` it broadcasts versions, too."""
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(exist_ok=True)
+    chosen = servicer()
+    group = chosen.group = None if group_of is None else group_of(chosen)
     store = PolicyStore(
         checkpoints=checkpoints,
         attempt=attempt,
         vocab_size=VOCABULARY,
         max_staleness=max_staleness,
+        group=group,
     )
-    made = Trainer(store, servicer())
+    made = Trainer(store, chosen)
     made.servicer.open(store, model_folder(folder / "model"))
     add = policy_pb2_grpc.add_PolicyServiceServicer_to_server
-    served = await grpc_kit.serve(
-        network or Network(),
-        Lifecycle("trainer"),
-        [(add, made.servicer, "headrace.v1.PolicyService")],
-    )
+    register: list[tuple[Any, Any, str]] = [(add, made.servicer, "headrace.v1.PolicyService")]
+    if group is not None:
+        add = transfer_pb2_grpc.add_TransferServiceServicer_to_server
+        register.append((add, TransferServicer(group), transfer_calls.SERVICE))
+    served = await grpc_kit.serve(network or Network(), Lifecycle("trainer"), register)
     made.port = served.port
     try:
         yield made
     finally:
         await served.stop(0)
+        if group is not None:
+            await group.close()
         store.close()
 
 
 @asynccontextmanager
 async def client_of(
-    port: int, *, name: str = "generator-0", token_file: Path | None = None
+    port: int,
+    *,
+    name: str = "generator-0",
+    token_file: Path | None = None,
+    measured: Recorder | None = None,
 ) -> AsyncIterator[PolicyClient]:
     """A replica's view of the trainer on `port`."""
-    network = Network(token_file=None if token_file is None else str(token_file))
-    channel = grpc_kit.channel(f"127.0.0.1:{port}", network)
-    client = PolicyClient(channel, generator=name)
+    network = Network(
+        trainer=f"127.0.0.1:{port}", token_file=None if token_file is None else str(token_file)
+    )
+    channel = grpc_kit.channel(network.trainer, network)
+    client = PolicyClient(channel, generator=name, network=network, recorder=measured or recorder())
     try:
         yield client
     finally:
-        client.close()
+        await client.close()
         with contextlib.suppress(grpc.RpcError):
             await channel.close(None)

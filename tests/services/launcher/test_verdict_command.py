@@ -16,15 +16,20 @@ from services.common.errors import UserError
 from services.common.tokens import Tokens
 from services.launcher import ports
 from services.launcher.errors import RunFailed
+from tests.services.aggregator.making import Producer, observed, ratio
 from tests.services.aggregator.test_evidence import record
 from tests.services.launcher.serving import headrace, serve
 
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
-    """A store that knows of 30 steps of the run demo."""
+    """A store that knows of 30 steps of the run demo, and of the first of two others."""
     store = Store.open(f"sqlite:///{tmp_path_factory.mktemp('store') / 'metrics.sqlite'}")
-    record(Ingest(store), range(1, 31))
+    ingest = Ingest(store)
+    begun, sick = Producer("trainer-0", run="begun"), Producer("scorer-0", run="sick")
+    begun.send(ingest, [("loss", observed([0.5]))], step=1)
+    sick.send(ingest, [("reward/zero_std_frac", ratio(9, 10))], step=1)
+    record(ingest, range(1, 31))
     with ThreadPoolExecutor(1) as writer:
         yield Backend(store, CATALOGUE, writer)
     store.close()
@@ -64,8 +69,36 @@ def test_it_prints_the_sentence_the_knob_and_the_evidence(url: str) -> None:
 
 def test_window_and_speed_up_are_passed_on(url: str) -> None:
     shown = ask(url + "/", "demo", "--window", "5", "--speed-up", "2")
-    assert "2 times as fast, 1.5 s\n" in shown
+    assert "2 times as fast, 1.6 s\n" in shown
     assert "confidence medium · steps 26 to 30" in shown
+
+
+def test_the_history_is_a_line_for_each_window(url: str) -> None:
+    assert [
+        line.split() for line in ask(url, "demo", "--history", "--window", "10").splitlines()
+    ] == [
+        ["steps", "verdict", "share", "confidence", "s/step"],
+        ["2-9", "generation-bound", "61", "%", "medium", "3.1"],
+        ["10-19", "generation-bound", "61", "%", "medium", "3.1"],
+        ["20-29", "generation-bound", "61", "%", "medium", "3.1"],
+        ["30-30", "not", "enough", "data", "—", "—", "—"],
+    ]
+    assert len(ask(url, "demo", "--history", "--window", "1").splitlines()) == 30
+    assert ask(url, "begun", "--history") == "no steps yet\n"
+    with pytest.raises(UserError, match="--speed-up: what has been is not predicted"):
+        ask(url, "demo", "--history", "--speed-up", "2")
+
+
+def test_faults_are_said_with_what_to_do_and_their_numbers(url: str) -> None:
+    lines = ask(url, "sick").splitlines()
+    assert lines[-3:] == [
+        "fault: 90 % of the groups teach nothing: all conversations of a group got the same reward",
+        "  next: other prompts, neither too easy nor too hard (the recipe's [data]), more "
+        "conversations in a group (generation.num_generations), or a reward with finer steps "
+        "(rewards.functions)",
+        "  found: reward/zero_std_frac 0.9 >= 0.8",
+    ]
+    assert not any(line.startswith("fault") for line in ask(url, "demo").splitlines())
 
 
 def test_a_token_comes_from_a_file(guarded_url: str, tmp_path: Path) -> None:
@@ -96,7 +129,7 @@ def test_a_token_file_without_a_token(
 @pytest.mark.parametrize(
     ("run", "options", "says"),
     [
-        ("none", (), "refuses: no run 'none'; runs here: demo"),
+        ("none", (), "refuses: no run 'none'; runs here: "),
         ("a/b", (), "refuses: "),
         ("demo", ("--window", "0"), "refuses: window: "),
         ("demo", ("--speed-up", "0.1"), "refuses: speed_up: "),

@@ -131,8 +131,9 @@ def plain(*pictures: Picture) -> list[str]:
 def test_plain_lines_tell_each_phase_once() -> None:
     lines = plain(WARMING_UP, WARMING_UP)
     assert lines[0] == "aggregator-0  serving  (ready)"
-    assert lines[3] == "generator-0  compiling the first request"
-    assert len(lines) == 6
+    assert lines[1] == "page  http://127.0.0.1:8080"
+    assert lines[4] == "generator-0  compiling the first request"
+    assert len(lines) == 7
 
 
 def test_plain_lines_tell_each_restart_once() -> None:

@@ -102,7 +102,7 @@ def test_unusable_numbers_are_counted_and_logged_once_per_function() -> None:
 def test_busy_time_is_the_union_of_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    clock = BusyClock()
+    clock = BusyClock(places=2, workers=1)
     now = 101.0
     with clock.busy():
         now = 103.0
@@ -113,3 +113,33 @@ def test_busy_time_is_the_union_of_intervals(monkeypatch: pytest.MonkeyPatch) ->
     now = 110.0
     assert clock.take() == (2.0, 6.0)
     assert clock.take() == (0.0, 0.0)
+
+
+def test_what_is_in_work_is_of_what_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 places: two groups for 4 s and one of them for 2 s more are 10 of 80 place-seconds."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = BusyClock(places=8, workers=2)
+    with clock.busy():
+        with clock.busy():
+            now = 104.0
+        now = 106.0
+    now = 110.0
+    assert clock.take_load() == (10 / 8, 10.0)
+    assert clock.take() == (6.0, 10.0)
+
+
+def test_scorers_whose_worker_processes_never_rest_are_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two groups in 8 places, but a sync function that had both workers for 9 of 10 s."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = BusyClock(places=8, workers=2)
+    with clock.busy(), clock.busy():
+        now = 110.0
+    clock.worked(9.0)
+    clock.worked(9.0)
+    assert clock.take_load() == (9.0, 10.0)
+    now = 112.0
+    assert clock.take_load() == (0.0, 2.0)

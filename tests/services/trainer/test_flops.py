@@ -88,3 +88,15 @@ def test_peaks() -> None:
 def test_a_tied_head_is_counted_as_the_head_alone() -> None:
     tied, untied = make_model(tie_word_embeddings=True), make_model()
     assert Flops.of_model(tied) == Flops.of_model(untied)
+
+
+def test_frozen_weights_have_no_gradient_to_compute() -> None:
+    """A frozen matrix has two products, forward and for its input; a trained one three."""
+    whole, frozen = make_model(), make_model().requires_grad_(False)
+    assert Flops.of_model(whole).token_passes == Flops.of_model(whole).head_passes == 3
+    assert Flops.of_model(frozen).token_passes == Flops.of_model(frozen).head_passes == 2
+    layer = frozen.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+    flops = Flops.of_model(frozen)
+    assert flops.token_passes == pytest.approx(2 + 2 * layer.numel() / flops.per_token)
+    flops = Flops(per_token=2000, per_pair={None: 256}, per_logits=1000, token_passes=2)
+    assert flops.of_row(row_of(11, 4)) == 114_240 - 10 * 2000

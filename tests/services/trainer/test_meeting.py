@@ -2,6 +2,7 @@
 process, which waits for a rank 0 that never comes."""
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -86,9 +87,13 @@ async def world_of(
 
 
 def hosted() -> list[psutil.Process]:
-    """Rank processes of this one."""
-    children = psutil.Process().children()
-    return [each for each in children if "services.trainer.rank" in each.cmdline()]
+    """Rank processes of this one; one that has ended has no command line any more."""
+    found = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
+            if "services.trainer.rank" in each.cmdline():
+                found.append(each)
+    return found
 
 
 async def until_hosted() -> psutil.Process:

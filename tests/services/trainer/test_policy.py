@@ -17,16 +17,16 @@ from grpc_status import rpc_status
 from headrace.v1 import policy_pb2 as wire
 from headrace.v1 import policy_pb2_grpc
 
-from services.common import grpc_kit
+from services.common import grpc_kit, weight_files
 from services.common.config import Network
 from services.common.config import Recorder as RecorderSettings
 from services.common.errors import Fenced, UserError
 from services.common.lifecycle import Lifecycle, cancel
 from services.common.partials import Observation
 from services.common.recorder import Recorder
-from services.trainer import policy
 from services.trainer.attempts import Attempts
-from services.trainer.policy import PolicyServicer, PolicyStore, Published
+from services.trainer.policy import PolicyServicer, PolicyStore
+from services.trainer.published import Published
 from tests.waiting import until
 
 CONFIG = {"config.json": b"{}", "tokenizer_config.json": b'{"a": 1}', "tokenizer.json": b"x" * 9000}
@@ -60,9 +60,18 @@ class House:
         request = wire.ReportServingRequest(generator=generator, version=version)
         await self.stub.ReportServing(request, timeout=60)
 
-    async def fetch(self, published: Published, *, offset: int = 0, sha256: str = "") -> list[Any]:
+    async def find_source(self, sha256: str, generator: str = "generator-0") -> None:
+        request = wire.FindSourceRequest(generator=generator, sha256=sha256)
+        await self.stub.FindSource(request, timeout=60)
+
+    async def fetch(
+        self, published: Published, *, offset: int = 0, length: int = 0, sha256: str = ""
+    ) -> list[Any]:
         request = wire.FetchWeightsRequest(
-            version=published.version, sha256=sha256 or published.sha256, offset=offset
+            version=published.version,
+            sha256=sha256 or published.sha256,
+            offset=offset,
+            length=length,
         )
         return [piece async for piece in self.stub.FetchWeights(request, timeout=60)]
 
@@ -115,7 +124,9 @@ async def test_a_watcher_gets_the_current_version_at_once_and_then_each_new_one(
         version = answer.version
         assert (version.version, version.attempt, version.step) == (1, 1, 0)
         assert (version.size_bytes, version.num_tensors, version.dtype) == (3, 3, "float32")
-        assert version.sha256 == hashlib.sha256(b"one").hexdigest() == first.sha256
+        # Of the digests of the file's chunks, here one.
+        digest = hashlib.sha256(hashlib.sha256(b"one").digest()).hexdigest()
+        assert version.sha256 == digest == first.sha256
         assert answer.max_staleness == 2
         rows = np.frombuffer(version.canary.token_ids, "<u4").reshape(-1, version.canary.row_tokens)
         assert (rows == here.store.canary_rows).all()
@@ -149,21 +160,91 @@ async def test_a_late_joiner_is_announced_the_version_again_with_its_proof(tmp_p
     async with house(tmp_path) as here:
         await here.publish(b"one")
         watch = here.watch()
-        assert (await watch.read()).version.canary.perturbed_logprobs == b""
-        await asyncio.wait_for(here.servicer.proof_wanted.wait(), 60)
-        assert here.servicer.unproven
+        first = (await watch.read()).version
+        assert first.canary.perturbed_logprobs == b""
+        assert not here.servicer.proof_wanted.is_set()
+        await here.find_source(first.sha256)
+        assert here.servicer.proof_wanted.is_set()
+        assert here.servicer.proofs_wanted == [1]
         values = np.full((64, 15), -7.0, np.float32)
         await here.store.add_perturbed(1, values)
         again = await watch.read()
         assert again.version.version == 1
         assert again.version.canary.perturbed_logprobs == values.tobytes()
         await here.report(1)
-        assert not here.servicer.unproven
-        # A proof that comes too late is of no use.
-        await here.publish(b"two")
+        assert here.servicer.proofs_wanted == []
+        # Who serves fetches on: that is no beginning.
+        here.servicer.proof_wanted.clear()
+        second = await here.publish(b"two")
+        await here.find_source(second.sha256)
+        assert not here.servicer.proof_wanted.is_set()
+
+
+async def test_the_proof_of_a_version_that_was_overtaken_comes_to_the_one_that_fetches_it(
+    tmp_path: Path,
+) -> None:
+    async with house(tmp_path) as here:
+        one = await here.publish(b"one")
+        joiner, other = here.watch("joiner"), here.watch("other")
+        for watch in (joiner, other):
+            assert (await watch.read()).version.version == 1
+        await here.report(1, "other")
+        await here.find_source(one.sha256, "joiner")
+        two = await here.publish(b"two", step=1)
+        for watch in (joiner, other):
+            assert (await watch.read()).version.version == 2
+        values = np.full((64, 15), -7.0, np.float32)
         await here.store.add_perturbed(1, values)
-        assert here.store.current is not None
-        assert here.store.current.perturbed_logprobs is None
+        again = (await joiner.read()).version
+        assert (again.version, again.sha256) == (1, one.sha256)
+        assert again.canary.perturbed_logprobs == values.tobytes()
+        # Told once, and nobody else: next is what is published next.
+        await here.publish(b"three", step=2)
+        for watch in (joiner, other):
+            assert (await watch.read()).version.version == 3
+
+        # Another one that fetches it gets it as well, once it is looked after.
+        late = here.watch("late")
+        assert (await late.read()).version.version == 3
+        await here.find_source(one.sha256, "late")
+        await here.store.add_perturbed(1, values)
+        assert (await late.read()).version.version == 1
+        # Files that are no version's, or no longer kept, are nobody's beginning.
+        await here.find_source("0" * 64, "joiner")
+        assert here.servicer.proofs_wanted == [1]
+        await here.publish(b"four", step=3)
+        await here.find_source(two.sha256, "joiner")
+        assert here.servicer.proofs_wanted == [2]
+
+
+async def test_a_joiner_whose_stream_broke_still_gets_what_it_fetches(tmp_path: Path) -> None:
+    async with house(tmp_path) as here:
+        one = await here.publish(b"one")
+        watch = here.watch()
+        await watch.read()
+        await here.find_source(one.sha256)
+        watch.cancel()
+        await until(lambda: not here.servicer.serving)
+        await here.publish(b"two", step=1)
+        again = here.watch()
+        assert (await again.read()).version.version == 2
+        await here.store.add_perturbed(1, np.zeros((64, 15), np.float32))
+        assert (await again.read()).version.version == 1
+
+
+async def test_a_file_stays_while_a_proof_is_made_with_it(tmp_path: Path) -> None:
+    async with house(tmp_path, max_staleness=1) as here:
+        one = await here.publish(b"one")
+        with here.store.in_use(1) as held:
+            assert held is one
+            for number in range(3):
+                await here.publish(b"more", step=1 + number)
+            assert one.path.read_bytes() == b"one"
+        await here.publish(b"last", step=9)
+        assert not one.path.exists()
+        with here.store.in_use(1) as held:
+            assert held is None
+        await here.store.add_perturbed(1, np.zeros((64, 15), np.float32))  # of no use to anybody
 
 
 async def test_no_announcement_is_missed_between_two_that_come_close(tmp_path: Path) -> None:
@@ -183,21 +264,24 @@ async def test_no_announcement_is_missed_between_two_that_come_close(tmp_path: P
 async def test_weights_come_in_checked_pieces_and_from_an_offset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(weight_files, "CHUNK_BYTES", 4)
     async with house(tmp_path) as here:
         published = await here.publish(b"0123456789")
         pieces = await here.fetch(published)
         assert [(p.offset, p.data) for p in pieces] == [(0, b"0123"), (4, b"4567"), (8, b"89")]
         assert all(zlib.crc32(piece.data) == piece.crc32 for piece in pieces)
         rest = await here.fetch(published, offset=7)
-        assert [(p.offset, p.data) for p in rest] == [(7, b"789")]
+        assert [(p.offset, p.data) for p in rest] == [(7, b"7"), (8, b"89")]
+        assert all(zlib.crc32(piece.data) == piece.crc32 for piece in rest)
+        part = await here.fetch(published, offset=3, length=3)
+        assert [(p.offset, p.data) for p in part] == [(3, b"3"), (4, b"45")]
         assert await here.fetch(published, offset=10) == []
 
 
 async def test_a_fetch_that_runs_when_its_version_is_deleted_ends_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(weight_files, "CHUNK_BYTES", 1 << 10)
     async with house(tmp_path, max_staleness=0) as here:
         content = bytes(range(256)) * 4 * 4096  # more than fits the buffers of a connection
         old = await here.publish(content)
@@ -332,7 +416,7 @@ async def test_the_lag_of_a_version_is_measured_once_by_the_slowest(tmp_path: Pa
 
 
 async def test_model_files_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(weight_files, "CHUNK_BYTES", 4096)
     (tmp_path / "generation_config.json").write_bytes(b"")
     (tmp_path / "model.safetensors").write_bytes(b"weights are no model file")
     async with house(tmp_path, is_open=False) as here:

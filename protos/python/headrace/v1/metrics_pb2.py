@@ -22,33 +22,34 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from headrace.v1 import trace_pb2 as headrace_dot_v1_dot_trace__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/metrics.proto\x12\x0bheadrace.v1\"T\n\x06Places\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x0c\x12\x0c\n\x04step\x18\x03 \x01(\x0c\x12\x0f\n\x07\x62\x65gin_s\x18\x04 \x01(\x0c\x12\r\n\x05\x65nd_s\x18\x05 \x01(\x0c\"@\n\x0c\x43ountColumns\x12#\n\x06places\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Places\x12\x0b\n\x03sum\x18\x02 \x01(\x0c\"[\n\x0cRatioColumns\x12#\n\x06places\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Places\x12\x11\n\tnumerator\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65nominator\x18\x03 \x01(\x0c\"\x81\x02\n\x12ObservationColumns\x12#\n\x06places\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Places\x12\t\n\x01n\x18\x02 \x01(\x0c\x12\x0b\n\x03sum\x18\x03 \x01(\x0c\x12\x0b\n\x03min\x18\x04 \x01(\x0c\x12\x0b\n\x03max\x18\x05 \x01(\x0c\x12\x0c\n\x04last\x18\x06 \x01(\x0c\x12\x0e\n\x06last_s\x18\x07 \x01(\x0c\x12\x0f\n\x07num_nan\x18\x08 \x01(\x0c\x12\x13\n\x0bnum_pos_inf\x18\t \x01(\x0c\x12\x13\n\x0bnum_neg_inf\x18\n \x01(\x0c\x12\x13\n\x0bnum_buckets\x18\x0b \x01(\x0c\x12\x0f\n\x07\x62uckets\x18\x0c \x01(\x0c\x12\x15\n\rbucket_counts\x18\r \x01(\x0c\"\xa3\x01\n\nGroupEvent\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\trow_index\x18\x02 \x01(\x04\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.headrace.v1.GroupState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x11\n\x04step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06worker\x18\x06 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x07 \x01(\x01\x42\x07\n\x05_step\"\xb9\x02\n\x11PushDeltasRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08producer\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\r\n\x05now_s\x18\x06 \x01(\x01\x12\x0c\n\x04keys\x18\x07 \x03(\t\x12)\n\x06\x63ounts\x18\x08 \x01(\x0b\x32\x19.headrace.v1.CountColumns\x12)\n\x06ratios\x18\t \x01(\x0b\x32\x19.headrace.v1.RatioColumns\x12\x35\n\x0cobservations\x18\n \x01(\x0b\x32\x1f.headrace.v1.ObservationColumns\x12\'\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x17.headrace.v1.GroupEvent\"(\n\tRejection\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x12PushDeltasResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r\x12\x11\n\tduplicate\x18\x02 \x01(\x08\x12(\n\x08rejected\x18\x03 \x03(\x0b\x32\x16.headrace.v1.Rejection*\xae\x02\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16GROUP_STATE_DISPATCHED\x10\x01\x12\x1a\n\x16GROUP_STATE_GENERATING\x10\x02\x12\x19\n\x15GROUP_STATE_GENERATED\x10\x03\x12\x17\n\x13GROUP_STATE_SCORING\x10\x04\x12\x16\n\x12GROUP_STATE_SCORED\x10\x05\x12\x16\n\x12GROUP_STATE_QUEUED\x10\x06\x12\x17\n\x13GROUP_STATE_TRAINED\x10\x07\x12\x17\n\x13GROUP_STATE_DROPPED\x10\x08\x12\x18\n\x14GROUP_STATE_GIVEN_UP\x10\t\x12\x1b\n\x17GROUP_STATE_ROLLED_BACK\x10\n2_\n\x0eMetricsService\x12M\n\nPushDeltas\x12\x1e.headrace.v1.PushDeltasRequest\x1a\x1f.headrace.v1.PushDeltasResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/metrics.proto\x12\x0bheadrace.v1\x1a\x17headrace/v1/trace.proto\"T\n\x06Places\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x0c\x12\x0c\n\x04step\x18\x03 \x01(\x0c\x12\x0f\n\x07\x62\x65gin_s\x18\x04 \x01(\x0c\x12\r\n\x05\x65nd_s\x18\x05 \x01(\x0c\"@\n\x0c\x43ountColumns\x12#\n\x06places\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Places\x12\x0b\n\x03sum\x18\x02 \x01(\x0c\"[\n\x0cRatioColumns\x12#\n\x06places\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Places\x12\x11\n\tnumerator\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65nominator\x18\x03 \x01(\x0c\"\x81\x02\n\x12ObservationColumns\x12#\n\x06places\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Places\x12\t\n\x01n\x18\x02 \x01(\x0c\x12\x0b\n\x03sum\x18\x03 \x01(\x0c\x12\x0b\n\x03min\x18\x04 \x01(\x0c\x12\x0b\n\x03max\x18\x05 \x01(\x0c\x12\x0c\n\x04last\x18\x06 \x01(\x0c\x12\x0e\n\x06last_s\x18\x07 \x01(\x0c\x12\x0f\n\x07num_nan\x18\x08 \x01(\x0c\x12\x13\n\x0bnum_pos_inf\x18\t \x01(\x0c\x12\x13\n\x0bnum_neg_inf\x18\n \x01(\x0c\x12\x13\n\x0bnum_buckets\x18\x0b \x01(\x0c\x12\x0f\n\x07\x62uckets\x18\x0c \x01(\x0c\x12\x15\n\rbucket_counts\x18\r \x01(\x0c\"\xa3\x01\n\nGroupEvent\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\trow_index\x18\x02 \x01(\x04\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.headrace.v1.GroupState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x11\n\x04step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06worker\x18\x06 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x07 \x01(\x01\x42\x07\n\x05_step\"\xe4\x02\n\x11PushDeltasRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08producer\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\r\n\x05now_s\x18\x06 \x01(\x01\x12\x0c\n\x04keys\x18\x07 \x03(\t\x12)\n\x06\x63ounts\x18\x08 \x01(\x0b\x32\x19.headrace.v1.CountColumns\x12)\n\x06ratios\x18\t \x01(\x0b\x32\x19.headrace.v1.RatioColumns\x12\x35\n\x0cobservations\x18\n \x01(\x0b\x32\x1f.headrace.v1.ObservationColumns\x12\'\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x17.headrace.v1.GroupEvent\x12)\n\x06traces\x18\x0c \x03(\x0b\x32\x19.headrace.v1.RolloutTrace\"(\n\tRejection\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x12PushDeltasResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r\x12\x11\n\tduplicate\x18\x02 \x01(\x08\x12(\n\x08rejected\x18\x03 \x03(\x0b\x32\x16.headrace.v1.Rejection*\xae\x02\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16GROUP_STATE_DISPATCHED\x10\x01\x12\x1a\n\x16GROUP_STATE_GENERATING\x10\x02\x12\x19\n\x15GROUP_STATE_GENERATED\x10\x03\x12\x17\n\x13GROUP_STATE_SCORING\x10\x04\x12\x16\n\x12GROUP_STATE_SCORED\x10\x05\x12\x16\n\x12GROUP_STATE_QUEUED\x10\x06\x12\x17\n\x13GROUP_STATE_TRAINED\x10\x07\x12\x17\n\x13GROUP_STATE_DROPPED\x10\x08\x12\x18\n\x14GROUP_STATE_GIVEN_UP\x10\t\x12\x1b\n\x17GROUP_STATE_ROLLED_BACK\x10\n2_\n\x0eMetricsService\x12M\n\nPushDeltas\x12\x1e.headrace.v1.PushDeltasRequest\x1a\x1f.headrace.v1.PushDeltasResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.metrics_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPSTATE']._serialized_start=1173
-  _globals['_GROUPSTATE']._serialized_end=1475
-  _globals['_PLACES']._serialized_start=42
-  _globals['_PLACES']._serialized_end=126
-  _globals['_COUNTCOLUMNS']._serialized_start=128
-  _globals['_COUNTCOLUMNS']._serialized_end=192
-  _globals['_RATIOCOLUMNS']._serialized_start=194
-  _globals['_RATIOCOLUMNS']._serialized_end=285
-  _globals['_OBSERVATIONCOLUMNS']._serialized_start=288
-  _globals['_OBSERVATIONCOLUMNS']._serialized_end=545
-  _globals['_GROUPEVENT']._serialized_start=548
-  _globals['_GROUPEVENT']._serialized_end=711
-  _globals['_PUSHDELTASREQUEST']._serialized_start=714
-  _globals['_PUSHDELTASREQUEST']._serialized_end=1027
-  _globals['_REJECTION']._serialized_start=1029
-  _globals['_REJECTION']._serialized_end=1069
-  _globals['_PUSHDELTASRESPONSE']._serialized_start=1071
-  _globals['_PUSHDELTASRESPONSE']._serialized_end=1170
-  _globals['_METRICSSERVICE']._serialized_start=1477
-  _globals['_METRICSSERVICE']._serialized_end=1572
+  _globals['_GROUPSTATE']._serialized_start=1241
+  _globals['_GROUPSTATE']._serialized_end=1543
+  _globals['_PLACES']._serialized_start=67
+  _globals['_PLACES']._serialized_end=151
+  _globals['_COUNTCOLUMNS']._serialized_start=153
+  _globals['_COUNTCOLUMNS']._serialized_end=217
+  _globals['_RATIOCOLUMNS']._serialized_start=219
+  _globals['_RATIOCOLUMNS']._serialized_end=310
+  _globals['_OBSERVATIONCOLUMNS']._serialized_start=313
+  _globals['_OBSERVATIONCOLUMNS']._serialized_end=570
+  _globals['_GROUPEVENT']._serialized_start=573
+  _globals['_GROUPEVENT']._serialized_end=736
+  _globals['_PUSHDELTASREQUEST']._serialized_start=739
+  _globals['_PUSHDELTASREQUEST']._serialized_end=1095
+  _globals['_REJECTION']._serialized_start=1097
+  _globals['_REJECTION']._serialized_end=1137
+  _globals['_PUSHDELTASRESPONSE']._serialized_start=1139
+  _globals['_PUSHDELTASRESPONSE']._serialized_end=1238
+  _globals['_METRICSSERVICE']._serialized_start=1545
+  _globals['_METRICSSERVICE']._serialized_end=1640
 # @@protoc_insertion_point(module_scope)

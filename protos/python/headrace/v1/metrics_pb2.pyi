@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from headrace.v1 import trace_pb2 as _trace_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -314,6 +315,7 @@ class PushDeltasRequest(_message.Message):
     RATIOS_FIELD_NUMBER: _builtins.int
     OBSERVATIONS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    TRACES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """The run."""
     producer: _builtins.str
@@ -346,6 +348,10 @@ class PushDeltasRequest(_message.Message):
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupEvent]:
         """What happened to groups."""
 
+    @_builtins.property
+    def traces(self) -> _containers.RepeatedCompositeFieldContainer[_trace_pb2.RolloutTrace]:
+        """Of scorers: conversations to show."""
+
     def __init__(
         self,
         *,
@@ -360,10 +366,11 @@ class PushDeltasRequest(_message.Message):
         ratios: Global___RatioColumns | None = ...,
         observations: Global___ObservationColumns | None = ...,
         events: _abc.Iterable[Global___GroupEvent] | None = ...,
+        traces: _abc.Iterable[_trace_pb2.RolloutTrace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "observations", b"observations", "ratios", b"ratios"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "counts", b"counts", "events", b"events", "keys", b"keys", "now_s", b"now_s", "observations", b"observations", "producer", b"producer", "ratios", b"ratios", "run", b"run", "sequence", b"sequence", "service", b"service"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "counts", b"counts", "events", b"events", "keys", b"keys", "now_s", b"now_s", "observations", b"observations", "producer", b"producer", "ratios", b"ratios", "run", b"run", "sequence", b"sequence", "service", b"service", "traces", b"traces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

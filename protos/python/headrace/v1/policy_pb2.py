@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/policy.proto\x12\x0bheadrace.v1\"]\n\x06\x43\x61nary\x12\x12\n\nrow_tokens\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x1a\n\x12perturbed_logprobs\x18\x04 \x01(\x0c\"\xbf\x01\n\rPolicyVersion\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bnum_tensors\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12#\n\x06\x63\x61nary\x18\x08 \x01(\x0b\x32\x13.headrace.v1.Canary\x12\x11\n\tpublishes\x18\t \x01(\x04\"\'\n\x12WatchPolicyRequest\x12\x11\n\tgenerator\x18\x01 \x01(\t\"Y\n\x13WatchPolicyResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x15\n\rmax_staleness\x18\x02 \x01(\r\"F\n\x13\x46\x65tchWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"C\n\x14\x46\x65tchWeightsResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\r\"\x18\n\x16\x46\x65tchModelFilesRequest\"I\n\x17\x46\x65tchModelFilesResponse\x12\x12\n\nset_sha256\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"_\n\x14ReportServingRequest\x12\x11\n\tgenerator\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07pause_s\x18\x03 \x01(\x01\x12\x12\n\ncanary_gap\x18\x04 \x01(\x01\"\x17\n\x15ReportServingResponse2\xf2\x02\n\rPolicyService\x12R\n\x0bWatchPolicy\x12\x1f.headrace.v1.WatchPolicyRequest\x1a .headrace.v1.WatchPolicyResponse0\x01\x12U\n\x0c\x46\x65tchWeights\x12 .headrace.v1.FetchWeightsRequest\x1a!.headrace.v1.FetchWeightsResponse0\x01\x12^\n\x0f\x46\x65tchModelFiles\x12#.headrace.v1.FetchModelFilesRequest\x1a$.headrace.v1.FetchModelFilesResponse0\x01\x12V\n\rReportServing\x12!.headrace.v1.ReportServingRequest\x1a\".headrace.v1.ReportServingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/policy.proto\x12\x0bheadrace.v1\"]\n\x06\x43\x61nary\x12\x12\n\nrow_tokens\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x1a\n\x12perturbed_logprobs\x18\x04 \x01(\x0c\"k\n\x05\x44\x65lta\x12\x14\n\x0c\x62\x61se_version\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_sha256\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x66rame_bytes\x18\x05 \x01(\x0c\"\xb7\x02\n\rPolicyVersion\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bnum_tensors\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12#\n\x06\x63\x61nary\x18\x08 \x01(\x0b\x32\x13.headrace.v1.Canary\x12\x11\n\tpublishes\x18\t \x01(\x04\x12\x13\n\x0b\x63hunk_bytes\x18\n \x01(\x04\x12\x13\n\x0b\x63hunk_crc32\x18\x0b \x01(\x0c\x12!\n\x05\x64\x65lta\x18\x0c \x01(\x0b\x32\x12.headrace.v1.Delta\x12\x16\n\x0etransfer_group\x18\r \x01(\t\x12\x11\n\tbroadcast\x18\x0e \x01(\x08\"5\n\x12WatchPolicyRequest\x12\x11\n\tgenerator\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"Y\n\x13WatchPolicyResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x15\n\rmax_staleness\x18\x02 \x01(\r\"V\n\x13\x46\x65tchWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"C\n\x14\x46\x65tchWeightsResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\r\"F\n\x11\x46indSourceRequest\x12\x11\n\tgenerator\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x03 \x03(\t\"%\n\x12\x46indSourceResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x18\n\x16\x46\x65tchModelFilesRequest\"I\n\x17\x46\x65tchModelFilesResponse\x12\x12\n\nset_sha256\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"u\n\x14ReportServingRequest\x12\x11\n\tgenerator\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07pause_s\x18\x03 \x01(\x01\x12\x12\n\ncanary_gap\x18\x04 \x01(\x01\x12\x14\n\x0cwithout_file\x18\x05 \x01(\x08\"\x17\n\x15ReportServingResponse2\xc1\x03\n\rPolicyService\x12R\n\x0bWatchPolicy\x12\x1f.headrace.v1.WatchPolicyRequest\x1a .headrace.v1.WatchPolicyResponse0\x01\x12U\n\x0c\x46\x65tchWeights\x12 .headrace.v1.FetchWeightsRequest\x1a!.headrace.v1.FetchWeightsResponse0\x01\x12M\n\nFindSource\x12\x1e.headrace.v1.FindSourceRequest\x1a\x1f.headrace.v1.FindSourceResponse\x12^\n\x0f\x46\x65tchModelFiles\x12#.headrace.v1.FetchModelFilesRequest\x1a$.headrace.v1.FetchModelFilesResponse0\x01\x12V\n\rReportServing\x12!.headrace.v1.ReportServingRequest\x1a\".headrace.v1.ReportServingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CANARY']._serialized_start=41
   _globals['_CANARY']._serialized_end=134
-  _globals['_POLICYVERSION']._serialized_start=137
-  _globals['_POLICYVERSION']._serialized_end=328
-  _globals['_WATCHPOLICYREQUEST']._serialized_start=330
-  _globals['_WATCHPOLICYREQUEST']._serialized_end=369
-  _globals['_WATCHPOLICYRESPONSE']._serialized_start=371
-  _globals['_WATCHPOLICYRESPONSE']._serialized_end=460
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=462
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=532
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=534
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=601
-  _globals['_FETCHMODELFILESREQUEST']._serialized_start=603
-  _globals['_FETCHMODELFILESREQUEST']._serialized_end=627
-  _globals['_FETCHMODELFILESRESPONSE']._serialized_start=629
-  _globals['_FETCHMODELFILESRESPONSE']._serialized_end=702
-  _globals['_REPORTSERVINGREQUEST']._serialized_start=704
-  _globals['_REPORTSERVINGREQUEST']._serialized_end=799
-  _globals['_REPORTSERVINGRESPONSE']._serialized_start=801
-  _globals['_REPORTSERVINGRESPONSE']._serialized_end=824
-  _globals['_POLICYSERVICE']._serialized_start=827
-  _globals['_POLICYSERVICE']._serialized_end=1197
+  _globals['_DELTA']._serialized_start=136
+  _globals['_DELTA']._serialized_end=243
+  _globals['_POLICYVERSION']._serialized_start=246
+  _globals['_POLICYVERSION']._serialized_end=557
+  _globals['_WATCHPOLICYREQUEST']._serialized_start=559
+  _globals['_WATCHPOLICYREQUEST']._serialized_end=612
+  _globals['_WATCHPOLICYRESPONSE']._serialized_start=614
+  _globals['_WATCHPOLICYRESPONSE']._serialized_end=703
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=705
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=791
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=793
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=860
+  _globals['_FINDSOURCEREQUEST']._serialized_start=862
+  _globals['_FINDSOURCEREQUEST']._serialized_end=932
+  _globals['_FINDSOURCERESPONSE']._serialized_start=934
+  _globals['_FINDSOURCERESPONSE']._serialized_end=971
+  _globals['_FETCHMODELFILESREQUEST']._serialized_start=973
+  _globals['_FETCHMODELFILESREQUEST']._serialized_end=997
+  _globals['_FETCHMODELFILESRESPONSE']._serialized_start=999
+  _globals['_FETCHMODELFILESRESPONSE']._serialized_end=1072
+  _globals['_REPORTSERVINGREQUEST']._serialized_start=1074
+  _globals['_REPORTSERVINGREQUEST']._serialized_end=1191
+  _globals['_REPORTSERVINGRESPONSE']._serialized_start=1193
+  _globals['_REPORTSERVINGRESPONSE']._serialized_end=1216
+  _globals['_POLICYSERVICE']._serialized_start=1219
+  _globals['_POLICYSERVICE']._serialized_end=1668
 # @@protoc_insertion_point(module_scope)

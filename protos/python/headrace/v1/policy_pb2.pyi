@@ -3,8 +3,10 @@
 isort:skip_file
 How a policy reaches the generators: announced, fetched while they still generate, proven, served."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -51,6 +53,46 @@ class Canary(_message.Message):
 Global___Canary: _TypeAlias = Canary  # noqa: Y015
 
 @_typing.final
+class Delta(_message.Message):
+    """How a version's file differs from that of the version before it, chunk by chunk: the exclusive or of both as little-endian
+    16-bit words, all low bytes and then all high bytes, each chunk one zstd frame of its own.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    BASE_SHA256_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    FRAME_BYTES_FIELD_NUMBER: _builtins.int
+    base_version: _builtins.int
+    """The version that it is applied to."""
+    base_sha256: _builtins.str
+    """Hex digest of that version's file, which has as many bytes."""
+    sha256: _builtins.str
+    """Hex digest of the difference's file: all frames, one after the other."""
+    size_bytes: _builtins.int
+    """Its size."""
+    frame_bytes: _builtins.bytes
+    """Bytes of each chunk's frame, uint32 little-endian."""
+    def __init__(
+        self,
+        *,
+        base_version: _builtins.int = ...,
+        base_sha256: _builtins.str = ...,
+        sha256: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        frame_bytes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_sha256", b"base_sha256", "base_version", b"base_version", "frame_bytes", b"frame_bytes", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
 class PolicyVersion(_message.Message):
     """One published policy."""
 
@@ -65,6 +107,11 @@ class PolicyVersion(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
     PUBLISHES_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    CHUNK_CRC32_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    TRANSFER_GROUP_FIELD_NUMBER: _builtins.int
+    BROADCAST_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Rises by one at each publish and is never reused."""
     attempt: _builtins.int
@@ -72,7 +119,7 @@ class PolicyVersion(_message.Message):
     step: _builtins.int
     """Optimizer steps behind these weights."""
     sha256: _builtins.str
-    """Hex digest of the safetensors file."""
+    """Hex digest of the safetensors file: SHA-256 of the SHA-256s of its chunks, one after the other."""
     size_bytes: _builtins.int
     """Its size."""
     num_tensors: _builtins.int
@@ -83,9 +130,21 @@ class PolicyVersion(_message.Message):
     """Its place in the line of weights that goes on: one more than the version before it. Weights that a restart publishes again
     under a new number stay at their place, so a group's age is a difference of places and not of numbers.
     """
+    chunk_bytes: _builtins.int
+    """Bytes of each chunk of the file; the last may have fewer. A chunk that is not as announced is fetched again, and no other."""
+    chunk_crc32: _builtins.bytes
+    """CRC-32 of each chunk, uint32 little-endian."""
+    transfer_group: _builtins.str
+    """The group that there was at its publish (transfer.proto); empty for none."""
+    broadcast: _builtins.bool
+    """It is broadcast to that group."""
     @_builtins.property
     def canary(self) -> Global___Canary:
         """What a replica that has loaded it must compute."""
+
+    @_builtins.property
+    def delta(self) -> Global___Delta:
+        """Absent until it is made, and where it would be no gain; then the version is announced again with it."""
 
     def __init__(
         self,
@@ -99,10 +158,15 @@ class PolicyVersion(_message.Message):
         dtype: _builtins.str = ...,
         canary: Global___Canary | None = ...,
         publishes: _builtins.int = ...,
+        chunk_bytes: _builtins.int = ...,
+        chunk_crc32: _builtins.bytes = ...,
+        delta: Global___Delta | None = ...,
+        transfer_group: _builtins.str = ...,
+        broadcast: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary", "delta", b"delta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "canary", b"canary", "dtype", b"dtype", "num_tensors", b"num_tensors", "publishes", b"publishes", "sha256", b"sha256", "size_bytes", b"size_bytes", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "broadcast", b"broadcast", "canary", b"canary", "chunk_bytes", b"chunk_bytes", "chunk_crc32", b"chunk_crc32", "delta", b"delta", "dtype", b"dtype", "num_tensors", b"num_tensors", "publishes", b"publishes", "sha256", b"sha256", "size_bytes", b"size_bytes", "step", b"step", "transfer_group", b"transfer_group", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -115,16 +179,20 @@ class WatchPolicyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATOR_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
     generator: _builtins.str
     """Who asks."""
+    port: _builtins.int
+    """Where it serves FetchWeights to others, at the address that this call comes from; 0 for nowhere."""
     def __init__(
         self,
         *,
         generator: _builtins.str = ...,
+        port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator", b"generator"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator", b"generator", "port", b"port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -167,22 +235,26 @@ class FetchWeightsRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """The version."""
     sha256: _builtins.str
-    """Its digest, as announced."""
+    """Digest of its file, as announced; or of its difference."""
     offset: _builtins.int
     """First byte wanted: where an interrupted fetch goes on."""
+    length: _builtins.int
+    """Bytes wanted; 0 for all that follow."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         sha256: _builtins.str = ...,
         offset: _builtins.int = ...,
+        length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "sha256", b"sha256", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "offset", b"offset", "sha256", b"sha256", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -190,7 +262,7 @@ Global___FetchWeightsRequest: _TypeAlias = FetchWeightsRequest  # noqa: Y015
 
 @_typing.final
 class FetchWeightsResponse(_message.Message):
-    """A piece of a safetensors file."""
+    """A piece of a file: a chunk or a frame, or what of the first one is wanted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -217,6 +289,60 @@ class FetchWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchWeightsResponse: _TypeAlias = FetchWeightsResponse  # noqa: Y015
+
+@_typing.final
+class FindSourceRequest(_message.Message):
+    """Asks from whom to fetch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATOR_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    generator: _builtins.str
+    """Who asks, as in WatchPolicy."""
+    sha256: _builtins.str
+    """Digest of the file that it wants, whole or difference."""
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses that have failed it: not these again."""
+
+    def __init__(
+        self,
+        *,
+        generator: _builtins.str = ...,
+        sha256: _builtins.str = ...,
+        failed: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "generator", b"generator", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindSourceRequest: _TypeAlias = FindSourceRequest  # noqa: Y015
+
+@_typing.final
+class FindSourceResponse(_message.Message):
+    """A source."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of a generator that has the file or is fetching it; empty for the trainer itself."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindSourceResponse: _TypeAlias = FindSourceResponse  # noqa: Y015
 
 @_typing.final
 class FetchModelFilesRequest(_message.Message):
@@ -275,6 +401,7 @@ class ReportServingRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PAUSE_S_FIELD_NUMBER: _builtins.int
     CANARY_GAP_FIELD_NUMBER: _builtins.int
+    WITHOUT_FILE_FIELD_NUMBER: _builtins.int
     generator: _builtins.str
     """Who."""
     version: _builtins.int
@@ -283,6 +410,8 @@ class ReportServingRequest(_message.Message):
     """Seconds its engine was paused for it."""
     canary_gap: _builtins.float
     """Canary error: mean |engine - trainer| log-probability."""
+    without_file: _builtins.bool
+    """It has no file of it to send to others: it was broadcast."""
     def __init__(
         self,
         *,
@@ -290,10 +419,11 @@ class ReportServingRequest(_message.Message):
         version: _builtins.int = ...,
         pause_s: _builtins.float = ...,
         canary_gap: _builtins.float = ...,
+        without_file: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary_gap", b"canary_gap", "generator", b"generator", "pause_s", b"pause_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary_gap", b"canary_gap", "generator", b"generator", "pause_s", b"pause_s", "version", b"version", "without_file", b"without_file"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PolicyServiceStub:
-    """Served by the trainer.
+    """Served by the trainer. A generator serves FetchWeights of it to other generators, and nothing else.
     """
 
     def __init__(self, channel):
@@ -45,6 +45,11 @@ class PolicyServiceStub:
                 request_serializer=headrace_dot_v1_dot_policy__pb2.FetchWeightsRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_policy__pb2.FetchWeightsResponse.FromString,
                 _registered_method=True)
+        self.FindSource = channel.unary_unary(
+                '/headrace.v1.PolicyService/FindSource',
+                request_serializer=headrace_dot_v1_dot_policy__pb2.FindSourceRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_policy__pb2.FindSourceResponse.FromString,
+                _registered_method=True)
         self.FetchModelFiles = channel.unary_stream(
                 '/headrace.v1.PolicyService/FetchModelFiles',
                 request_serializer=headrace_dot_v1_dot_policy__pb2.FetchModelFilesRequest.SerializeToString,
@@ -58,18 +63,28 @@ class PolicyServiceStub:
 
 
 class PolicyServiceServicer:
-    """Served by the trainer.
+    """Served by the trainer. A generator serves FetchWeights of it to other generators, and nothing else.
     """
 
     def WatchPolicy(self, request, context):
-        """Streams the current version at once, then every new one. Idle periods carry nothing: keepalive finds a dead peer.
+        """Streams the current version at once, then every new one. To a generator that serves none yet the version that it has asked a
+        source for comes again with the values of its load-path proof, also when newer ones have been published. Idle periods carry
+        nothing: keepalive finds a dead peer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchWeights(self, request, context):
-        """Streams one version's safetensors file from an offset. NOT_FOUND when the version is no longer kept.
+        """Streams a range of one version's safetensors file, or of its difference to the version before it. NOT_FOUND when it is not
+        kept, or not here. A generator that is itself still fetching the file sends each chunk once it has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindSource(self, request, context):
+        """Says from whom a generator is to fetch a file, so that the trainer's link is not the limit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,6 +117,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     request_deserializer=headrace_dot_v1_dot_policy__pb2.FetchWeightsRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_policy__pb2.FetchWeightsResponse.SerializeToString,
             ),
+            'FindSource': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindSource,
+                    request_deserializer=headrace_dot_v1_dot_policy__pb2.FindSourceRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_policy__pb2.FindSourceResponse.SerializeToString,
+            ),
             'FetchModelFiles': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchModelFiles,
                     request_deserializer=headrace_dot_v1_dot_policy__pb2.FetchModelFilesRequest.FromString,
@@ -121,7 +141,7 @@ def add_PolicyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PolicyService:
-    """Served by the trainer.
+    """Served by the trainer. A generator serves FetchWeights of it to other generators, and nothing else.
     """
 
     @staticmethod
@@ -168,6 +188,33 @@ class PolicyService:
             '/headrace.v1.PolicyService/FetchWeights',
             headrace_dot_v1_dot_policy__pb2.FetchWeightsRequest.SerializeToString,
             headrace_dot_v1_dot_policy__pb2.FetchWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindSource(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.PolicyService/FindSource',
+            headrace_dot_v1_dot_policy__pb2.FindSourceRequest.SerializeToString,
+            headrace_dot_v1_dot_policy__pb2.FindSourceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -412,6 +412,60 @@ class Sequence(_message.Message):
 Global___Sequence: _TypeAlias = Sequence  # noqa: Y015
 
 @_typing.final
+class TokenTexts(_message.Message):
+    """The text of a sequence's tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One for each token; together they are the sequence's text. Of tokens that make a character together the last has it."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenTexts: _TypeAlias = TokenTexts  # noqa: Y015
+
+@_typing.final
+class TraceMarks(_message.Message):
+    """What a trace shows of a conversation beside the conversation itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_BEGINS_S_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def turn_begins_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """When each turn's engine call began, in seconds from the first one's begin."""
+
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenTexts]:
+        """Of each sequence."""
+
+    def __init__(
+        self,
+        *,
+        turn_begins_s: _abc.Iterable[_builtins.float] | None = ...,
+        sequences: _abc.Iterable[Global___TokenTexts] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences", "turn_begins_s", b"turn_begins_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceMarks: _TypeAlias = TraceMarks  # noqa: Y015
+
+@_typing.final
 class Rollout(_message.Message):
     """One conversation."""
 
@@ -429,6 +483,7 @@ class Rollout(_message.Message):
     TRANSITIONS_FIELD_NUMBER: _builtins.int
     TOOL_S_FIELD_NUMBER: _builtins.int
     ENV_S_FIELD_NUMBER: _builtins.int
+    MARKS_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """`group_id/generation`."""
     end_reason: Global___EndReason.ValueType
@@ -463,6 +518,10 @@ class Rollout(_message.Message):
     def transitions(self) -> Global___Transitions:
         """How its turns became its sequences."""
 
+    @_builtins.property
+    def marks(self) -> Global___TraceMarks:
+        """Present in the few conversations that are traced."""
+
     def __init__(
         self,
         *,
@@ -478,10 +537,11 @@ class Rollout(_message.Message):
         transitions: Global___Transitions | None = ...,
         tool_s: _builtins.float = ...,
         env_s: _builtins.float = ...,
+        marks: Global___TraceMarks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward", "environment_reward", b"environment_reward", "transitions", b"transitions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward", "environment_reward", b"environment_reward", "marks", b"marks", "transitions", b"transitions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward", "completion", b"completion", "duration_s", b"duration_s", "end_reason", b"end_reason", "env_s", b"env_s", "environment", b"environment", "environment_reward", b"environment_reward", "prompt", b"prompt", "rollout_id", b"rollout_id", "sequences", b"sequences", "tool_s", b"tool_s", "transitions", b"transitions", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward", "completion", b"completion", "duration_s", b"duration_s", "end_reason", b"end_reason", "env_s", b"env_s", "environment", b"environment", "environment_reward", b"environment_reward", "marks", b"marks", "prompt", b"prompt", "rollout_id", b"rollout_id", "sequences", b"sequences", "tool_s", b"tool_s", "transitions", b"transitions", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__environment_reward: _TypeAlias = _typing.Literal["environment_reward"]  # noqa: Y015
     _WhichOneofArgType__environment_reward: _TypeAlias = _typing.Literal["_environment_reward", b"_environment_reward"]  # noqa: Y015
