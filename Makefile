@@ -27,7 +27,7 @@ demo: $(INSTALLED)  ## train a tiny model on one-digit sums, everything on this 
 
 # Files, not tests, are spread over the workers: what a file has started is started once. Tests mostly wait for processes.
 test: $(INSTALLED)  ## all tests (real vLLM, queue servers and gRPC included)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)  ## ruff, buf, and that generated files are current
 	$(BIN)/ruff check .

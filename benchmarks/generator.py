@@ -2,13 +2,14 @@
 
     python benchmarks/generator.py                         both workloads, 7 rounds: 10 minutes
     python benchmarks/generator.py --workloads answers --rounds 3 --scale 0.25
-    python benchmarks/generator.py --set generator.max_inflight=512
+    python benchmarks/generator.py --set generator.max_inflight=1024
 
-Both sides get the same prompts, model, core, cache, limit of conversations at a time, and return
-log-probabilities without turning tokens into text inside the engine. The service does all that it
-does in a run: it reads requests from the queue, renders prompts, follows announced policy versions,
-writes groups with texts and log-probabilities into the queue, and records metrics. Offline gets
-token ids. Rounds alternate, and whoever does not play waits.
+Both sides get the same prompts, model, core, cache and number of conversations that the engine
+samples at a time, with others waiting inside it, and return log-probabilities without turning
+tokens into text inside the engine. The service does all that it does in a run: it reads requests
+from the queue, renders prompts, follows announced policy versions, writes groups with texts and
+log-probabilities into the queue, and records metrics. Offline gets token ids. Rounds alternate, and
+whoever does not play waits.
 
 Prints a table and writes benchmarks/results/generator.json: `ratio_to_offline` is the least of the
 workloads' medians of the rounds' ratios.

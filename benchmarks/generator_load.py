@@ -28,8 +28,12 @@ RECIPE = ROOT / "recipes" / "arithmetic.toml"
 ENGINE_CACHE_BYTES = 256 << 20
 """KV cache on both sides: room for all conversations that run at a time."""
 
-INFLIGHT = 256
-"""Conversations at a time on both sides; the demo's."""
+SEATS = 256
+"""Conversations that either engine samples at a time; the demo's."""
+
+INFLIGHT = 512
+"""Conversations that the service has in hand, so that some always wait in its engine: offline has
+all of a round there."""
 
 COPIED = (
     "generation_config.json",
@@ -53,8 +57,8 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("texts", "about 40 tokens each", True, 192, 100),
-    Workload("answers", "the demo, 3 tokens each", False, 8, 600),
+    Workload("texts", "about 40 tokens each", True, 192, 160),
+    Workload("answers", "the demo, 3 tokens each", False, 8, 1800),
 )
 
 
@@ -78,6 +82,7 @@ def recipe_of(workload: Workload, *, model: Path, overrides: Sequence[str]) -> R
         "model.path": str(model),
         "generation.max_completion_tokens": workload.max_completion_tokens,
         "generator.max_inflight": INFLIGHT,
+        "generator.max_num_seqs": SEATS,
         "generator.max_model_len": 512,
         "generator.kv_cache_bytes": ENGINE_CACHE_BYTES,
         # Nobody takes groups within a round, and all are to find room.

@@ -243,7 +243,7 @@ def offline(
             "skip_tokenizer_init": True,
             "dtype": recipe.model.dtype,
             "max_model_len": generator.max_model_len,
-            "max_num_seqs": generator.max_inflight,
+            "max_num_seqs": generator.max_num_seqs or generator.max_inflight,
             "max_num_batched_tokens": generator.max_num_batched_tokens,
             "enforce_eager": generator.enforce_eager,
             "enable_prefix_caching": True,

@@ -31,6 +31,13 @@ START_S = 20.0
 """A queue server that does not answer within this time has failed to start."""
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: a worker that begins one of them last keeps the others idle."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def free_port() -> int:
     """A TCP port of the loopback that nobody listens on now."""
     with socket.socket() as probe:

@@ -313,6 +313,12 @@ class Recipe(Section):
                 f"trainer.token_budget: {self.token_budget} is below generator.max_model_len "
                 f"({self.generator.max_model_len}); a full conversation would not fit a row"
             )
+        seats = self.generator.max_num_seqs
+        if seats is not None and seats > self.generator.max_inflight:
+            yield (
+                f"generator.max_num_seqs: {seats} is above generator.max_inflight "
+                f"({self.generator.max_inflight}); that many would never be there to sample"
+            )
         if self.generation.max_completion_tokens >= self.generator.max_model_len:
             yield (
                 f"generation.max_completion_tokens: {self.generation.max_completion_tokens} must "

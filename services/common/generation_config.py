@@ -71,6 +71,10 @@ class Generator(Section):
     """Processes that `headrace run` starts; on Kubernetes the Deployment says it."""
     max_inflight: Annotated[int, Field(ge=1)] = 64
     """Conversations at a time in one replica."""
+    max_num_seqs: Annotated[int, Field(ge=1)] | None = None
+    """Of these, how many the engine samples at a time; all unless given. Fewer keep some waiting
+    inside the engine, so that its batch stays full while others end, begin or wait for tools:
+    worth it where completions are a few tokens long."""
     max_model_len: Annotated[int, Field(ge=16)] = 2048
     """Longest prompt plus completion, in tokens."""
     max_num_batched_tokens: Annotated[int, Field(ge=64)] = 16384

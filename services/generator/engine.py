@@ -122,7 +122,7 @@ class Engine:
             dtype=dtype,
             seed=random.SystemRandom().randrange(1 << 31),
             max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_inflight,
+            max_num_seqs=settings.max_num_seqs or settings.max_inflight,
             max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_model_len),
             tensor_parallel_size=settings.tensor_parallel,
             distributed_executor_backend=UniProcExecutor if _on_one_core() else None,

@@ -221,6 +221,7 @@ def test_all_mistakes_are_told_at_once(recipe_file: Path) -> None:
         (["trainer.rows=samples"], "trainer.samples_per_row: say how many, since trainer.rows ="),
         (["trainer.samples_per_row=8"], "trainer.samples_per_row: 8 has no meaning with trainer."),
         (["data.file=a.jsonl"], "give exactly one of data.reasoning_gym, data.file and"),
+        (["generator.max_num_seqs=65"], "generator.max_num_seqs: 65 is above generator.max_infl"),
         (["trainer.token_budget=100"], "trainer.token_budget: 100 is below generator.max_model"),
         (["generation.max_completion_tokens=2048"], "no room is left for a prompt"),
         (["run=Demo_1"], "run = 'Demo_1': use lower-case letters, digits and hyphens"),
