@@ -11,12 +11,12 @@ INSTALLED := $(VENV)/.installed
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(INSTALLED): requirements/all.txt requirements/openenv.txt requirements/checkov.txt requirements/trackers.txt pyproject.toml
+$(INSTALLED): requirements/all.txt requirements/openenv.txt requirements/checkov.txt requirements/trackers.txt requirements/trl.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -qq --no-deps $(PIP_ARGS) -r requirements/all.txt
 	$(BIN)/pip install --disable-pip-version-check -qq --no-deps --no-build-isolation -e .
-	rm -rf $(VENV)/openenv $(VENV)/checkov $(VENV)/trackers
-	for name in openenv checkov trackers; do \
+	rm -rf $(VENV)/openenv $(VENV)/checkov $(VENV)/trackers $(VENV)/trl
+	for name in openenv checkov trackers trl; do \
 		$(BIN)/pip install --disable-pip-version-check -qq --no-deps $(PIP_ARGS) \
 			--target $(VENV)/$$name -r requirements/$$name.txt || exit 1; \
 	done

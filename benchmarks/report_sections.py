@@ -125,8 +125,7 @@ def endtoend(result: Result) -> str:
     """The demo, and asynchrony."""
     parts = []
     if demo := result.get("demo"):
-        low, high = sorted(demo["ratio_to_trl"])
-        trl = " to ".join(str(rate) for rate in result["trl_1_16_0"]["samples_per_s"])
+        trl = demo["trl"]
         rows = [
             [
                 str(number),
@@ -139,6 +138,18 @@ def endtoend(result: Result) -> str:
             ]
             for number, run in enumerate(demo["runs"], start=1)
         ]
+        rows += [
+            [
+                f"TRL {number}",
+                f"{run['trained_samples_per_s']:.0f}",
+                f"{run['step_s_median']:.2f}",
+                _number(run["eval_before"], digits=3),
+                _number(run["eval_after"], digits=3),
+                "",
+                "",
+            ]
+            for number, run in enumerate(trl["runs"], start=1)
+        ]
         heads: tuple[str, ...] = (
             "run",
             "samples/s",
@@ -149,12 +160,13 @@ def endtoend(result: Result) -> str:
             "CPU s/step",
         )
         parts.append(
-            f"**{low:.2f} to {high:.2f} times** TRL's: {shown(demo['of_runs'])} trained "
-            f"samples/s, where TRL 1.16.0's asynchronous GRPO reached {trl} on two cores of such "
-            "a machine, on the same task, model and batch (32 prompts x 16 generations, both "
-            "cores; its call of FlashAttention replaced by SDPA, which runs on CPUs, and its "
-            "weights sent by a file). Counted are all samples of the groups that a step takes, "
-            f"those of groups without signal included, as TRL counts.\n\n{table(heads, rows)}"
+            f"**{demo['ratio_to_trl']:.2f} times** TRL's: {shown(demo['of_runs'])} trained "
+            f"samples/s, where TRL {trl['version']}'s asynchronous GRPO reached "
+            f"{shown(trl['of_runs'])} in turns with it, on the same task, model and batch (32 "
+            "prompts x 16 generations, both cores; its call of FlashAttention replaced by SDPA, "
+            "which runs on CPUs, and its weights sent by a file). Counted are all samples of the "
+            "groups that a step takes, those of groups without signal included, as TRL "
+            f"counts.\n\n{table(heads, rows)}"
         )
     if cases := result.get("cases"):
         rows = [

@@ -55,6 +55,7 @@ MEASUREMENTS = (
     Measurement("generator", "the generator service against vLLM alone", 10),
     Measurement("weights", "publishing weights", 15),
     Measurement("endtoend", "the demo from end to end", 90),
+    Measurement("peer", "the demo by TRL, by its requests in flight", 10),
     Measurement("overhead", "what recording metrics costs", 25),
     Measurement("queue", "samples through the queue", 10),
     Measurement("trainer", "an optimizer step, and the planner", 10, KEEP_MEMORY),

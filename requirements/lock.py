@@ -13,7 +13,8 @@ is in the versions of `trainer.txt`.
 for a folder of its own (`pip install --target`), since openenv needs mcp < 2 where vLLM needs
 mcp >= 2. Its gradio is left out: servers show no page unless they are told to. `checkov.txt` is the
 same for checkov, which checks the manifests. `trackers.txt` is what the trackers of `[mirrors]`
-need beside `all.txt`: no service has them unless its user installs them.
+need beside `all.txt`: no service has them unless its user installs them. `trl.txt` is what Headrace
+is measured against (benchmarks/peer.py).
 """
 
 import json
@@ -42,6 +43,7 @@ TRACKERS = ("wandb", "trackio")
 """Extras of pyproject.toml that no service needs: beside `all.txt`, for a folder of their own."""
 TRACKERS_OTHERWISE = {"pillow"}
 """Packages that TRACKERS need in another version than `all.txt` has."""
+PEER = "trl==1.16.*"
 OLDER_PYTHON = 'async-timeout==5.0.1 ; python_full_version < "3.11.3"'
 """Redis' client needs it there, which a resolution by a newer Python does not see."""
 HEADER = "# Written by requirements/lock.py; install with `pip install --no-deps -r`.\n"
@@ -134,6 +136,7 @@ def main() -> None:
     write_cuda(lists)
     write_beside("openenv", [SERVER], locked=versions, otherwise=OTHERWISE, left_out=NOT_SERVED)
     write_beside("checkov", [CHECKER], locked=versions, otherwise=CHECKER_OTHERWISE)
+    write_beside("trl", [PEER], locked=versions, otherwise=set())
     write_beside("trackers", trackers, locked=versions, otherwise=TRACKERS_OTHERWISE)
 
 

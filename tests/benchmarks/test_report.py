@@ -86,15 +86,19 @@ def test_the_demo_and_what_asynchrony_brings(tmp_path: Path) -> None:
         "cpu_s_per_step": {"trainer": 0.5, "generator": 0.4},
     }
     mode = {key: spread(30.0) for key in ("seconds", "steps", "step_s")}
+    of_trl = {"trained_samples_per_s": 250.0, "step_s_median": 2.0}
+    of_trl |= {"eval_before": 0.45, "eval_after": 0.7}
+    trl = {"version": "1.16.0", "of_runs": spread(250.0), "runs": [of_trl]}
     endtoend = {
-        "demo": {"of_runs": spread(620.0), "ratio_to_trl": [2.3, 2.0], "runs": [run]},
+        "demo": {"of_runs": spread(620.0), "ratio_to_trl": 2.48, "trl": trl, "runs": [run]},
         "cases": {"slow_reward": {"speedup": 1.4, "asynchronous": mode, "synchronous": mode}},
         "level": 0.55,
-        "trl_1_16_0": {"samples_per_s": [270, 310]},
         "about": ABOUT,
     }
     page = written(tmp_path, endtoend=endtoend)
-    assert "**2.00 to 2.30 times** TRL's: 620 (558 - 682) trained samples/s" in page
+    assert "**2.48 times** TRL's: 620 (558 - 682) trained samples/s" in page
+    assert "TRL 1.16.0's asynchronous GRPO reached 250 (225 - 275)" in page
+    assert "| TRL 1 | 250 | 2.00 | 0.450 | 0.700 |" in page
     assert "| 1 | 620 | 0.82 | 0.450 | 0.800 | 3 | 0.90 |" in page
     assert "| slow reward | 1.40 | 30.0 (27.0 - 33.0) |" in page
 
