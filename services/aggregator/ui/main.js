@@ -239,6 +239,8 @@ function listen() {
   const run = context.run;
   stop = follow(run, {
     onState(state) {
+      // That the stream does not come through is no news of an aggregator that does not answer.
+      if (state === "polling" && context.live === "lost") return;
       context.live = state;
       drawLive();
     },
