@@ -1,7 +1,7 @@
 """The demo from end to end: trained samples a second, and what asynchrony brings.
 
-    python benchmarks/endtoend.py                      all of it, 5 runs each: about 90 minutes
-    python benchmarks/endtoend.py --cases demo         five runs of the demo: 12 minutes
+    python benchmarks/endtoend.py                      all of it, 5 runs each: about 65 minutes
+    python benchmarks/endtoend.py --cases demo         five of the demo, five of TRL: 13 minutes
     python benchmarks/endtoend.py --cases long_tail --runs 1 --level 0.4
 
 `demo` is the recipe recipes/arithmetic.toml as it is, 80 steps of 32 prompts x 16 generations = 512

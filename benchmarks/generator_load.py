@@ -2,7 +2,7 @@
 
 `answers` is the demo: its model gives two to four tokens a conversation, so that a turn of the
 engine's loop is most of the work, and what surrounds the engine has the least time to hide.
-`texts` is the same model with random weights, which ends a conversation by chance: some 40 tokens.
+`texts` is the same model with random weights, which ends a conversation by chance: some 130 tokens.
 """
 
 import json
@@ -57,8 +57,8 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("texts", "about 40 tokens each", True, 192, 160),
-    Workload("answers", "the demo, 3 tokens each", False, 8, 1800),
+    Workload("texts", "about 130 tokens each", True, 192, 160),
+    Workload("answers", "the demo, 2 or 3 tokens each", False, 8, 1800),
 )
 
 

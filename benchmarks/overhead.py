@@ -1,7 +1,7 @@
 """What recording metrics costs a run: its share of the CPU time of a step, and steps with and
 without it.
 
-    python benchmarks/overhead.py                     5 rounds of two runs: 25 minutes
+    python benchmarks/overhead.py                     5 rounds of two runs: 10 minutes
     python benchmarks/overhead.py --rounds 1 --steps 20
 
 The run is the demo, on all cores, which are busy throughout: CPU time is step time. On is the run

@@ -53,10 +53,10 @@ KEEP_MEMORY = (
 
 MEASUREMENTS = (
     Measurement("generator", "the generator service against vLLM alone", 10),
-    Measurement("weights", "publishing weights", 15),
-    Measurement("endtoend", "the demo from end to end", 90),
+    Measurement("weights", "publishing weights", 10),
+    Measurement("endtoend", "the demo from end to end", 65),
     Measurement("peer", "the demo by TRL, by its requests in flight", 10),
-    Measurement("overhead", "what recording metrics costs", 25),
+    Measurement("overhead", "what recording metrics costs", 10),
     Measurement("queue", "samples through the queue", 10),
     Measurement("trainer", "an optimizer step, and the planner", 10, KEEP_MEMORY),
     Measurement("wire", "token arrays on the wire", 1),
