@@ -156,11 +156,10 @@ def _until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> Non
     while True:
         if process.poll() is not None or time.monotonic() > deadline_s:
             sys.exit(f"vLLM's server has not started:\n{log.read_text()[-2000:]}")
-        try:
+        with suppress(httpx.HTTPError):
             if httpx.get(f"{url}/health").status_code == httpx.codes.OK:
                 return
-        except httpx.HTTPError:
-            time.sleep(0.2)
+        time.sleep(0.2)
 
 
 def _train(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Any:
