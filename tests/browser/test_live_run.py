@@ -4,12 +4,14 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from playwright.sync_api import TimeoutError as NotShown
 
 from tests.browser.conftest import Seen
 from tests.launching import ROOT, launched
@@ -29,6 +31,8 @@ STEPS = 4
 
 LIMIT_S = 420
 SOON_MS = 60_000
+SHOWN_MS = 1_000
+"""Until what the page has been told stands on it."""
 
 PAGE = re.compile(r"http://127\.0\.0\.1:\d+")
 
@@ -74,6 +78,21 @@ def answered(page: Any, path: str) -> Any:
     return found.value.json()
 
 
+def shown(page: Any, path: str, words: Callable[[Any], str | None]) -> Any:
+    """An answer of the API that the page shows: `words` of it, once they stand there. The next may
+    overtake it before it is looked at; then that is looked for."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while True:
+        found = answered(page, path)
+        said = words(found)
+        if said is not None:
+            pattern = re.compile(re.escape(said).replace(r"\ ", r"\s*") + r"(?!\d)")
+            with suppress(NotShown):
+                page.get_by_text(pattern).first.wait_for(timeout=SHOWN_MS)
+                return found
+        assert time.monotonic() < deadline_s, page.locator("main").inner_text()
+
+
 def test_a_run_is_watched_while_it_goes(seen: Seen, address: str) -> None:
     page = seen.page
     page.goto(address)
@@ -84,21 +103,27 @@ def test_a_run_is_watched_while_it_goes(seen: Seen, address: str) -> None:
         page.wait_for_timeout(500)
     page.evaluate("window.mark = 'here since'")
 
-    found = answered(page, "runs/live/ledger")
-    said = f"{found['dispatched']:,} groups dispatched = {found['trained']:,} trained"
-    page.get_by_text(re.compile(re.escape(said).replace(r"\ ", r"\s*"))).wait_for(timeout=SOON_MS)
-
+    shown(
+        page,
+        "runs/live/ledger",
+        lambda found: f"{found['dispatched']:,} groups dispatched = {found['trained']:,} trained",
+    )
     first = answered(page, "runs/live")["latest_step"] or 0
-    while (step := answered(page, "runs/live")["latest_step"] or 0) < first + STEPS:
-        assert time.monotonic() < deadline_s, f"step {step} after {LIMIT_S} s"
-    page.locator(".header-step", has_text=re.compile(rf"step {step}\b")).wait_for(timeout=SOON_MS)
 
-    histories = answered(page, "history")["histories"]
-    (reward,) = [each["points"] for each in histories if each["key"] == "reward"]
+    def step_of(found: Any) -> str | None:
+        step = found["latest_step"] or 0
+        return f"step {step}" if step >= first + STEPS else None
+
+    shown(page, "runs/live", step_of)
+
+    # The chart says one of the rewards that the API gave so far.
+    rewards: set[str] = set()
     chart = page.locator(".chart", has=page.get_by_role("heading", name="Reward"))
-    shown = chart.locator(".chart-now").get_attribute("title")
-    assert shown is not None
-    assert float(shown.removesuffix(" reward")) in [each["value"] for each in reward]
+    while (title := chart.locator(".chart-now").get_attribute("title")) not in rewards:
+        assert time.monotonic() < deadline_s, f"{title} is none of {rewards}"
+        for each in answered(page, "history")["histories"]:
+            if each["key"] == "reward":
+                rewards |= {f"{point['value']} reward" for point in each["points"]}
 
     assert page.evaluate("window.mark === 'here since'")
     assert seen.complaints == []
