@@ -123,9 +123,10 @@ async def test_a_run_that_goes_on_makes_the_steps_that_are_left(
     valkey_url: str, tmp_path: Path, model: Path
 ) -> None:
     """Groups beyond the seats of steps before and after it are no groups of other steps."""
-    recipe = recipe_of(
-        tmp_path, model, valkey_url, trainer={"refill": True, "max_steps": 8, "max_staleness": 1}
-    )
+    # What the first had in hand comes again later and beside others: so many without signal may
+    # meet in a step that the default of `max_refill`, as many as it has seats, would end it short.
+    settings = {"refill": True, "max_refill": 8, "max_steps": 8, "max_staleness": 1}
+    recipe = recipe_of(tmp_path, model, valkey_url, trainer=settings)
     decide = without_signal(0, 3, of=5)
     async with flowing(recipe, decide=decide) as first:
         running = asyncio.create_task(first.run())
