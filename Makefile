@@ -56,7 +56,7 @@ manifests: $(INSTALLED)  ## rewrite deploy/k8s/install.yaml from the overlay for
 lock: $(INSTALLED)  ## resolve pyproject.toml anew and write requirements/*.txt
 	$(BIN)/python requirements/lock.py
 
-bench: $(INSTALLED)  ## measurements, about four hours, or those in NAMES: tables, results, docs/benchmarks.md
+bench: $(INSTALLED)  ## measurements, about three hours, or those in NAMES: tables, results, docs/benchmarks.md
 	$(BIN)/python benchmarks/suite.py $(NAMES)
 
 soak: $(INSTALLED)  ## the demo for two hours with restarts: flat memory and streams; soak.json (ARGS="--minutes 5")

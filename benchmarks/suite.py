@@ -1,6 +1,6 @@
 """All measurements: `make bench`, one after the other, then docs/benchmarks.md from their results.
 
-    make bench                                        all: about four hours on two cores
+    make bench                                        all: about three hours on two cores
     make bench NAMES="generator overhead"             these
     make bench NAMES=--missing                        those without a result: go on after a break
     python benchmarks/suite.py --list                 what there is, how long each takes
