@@ -33,6 +33,7 @@ from services.common.lifecycle import Lifecycle, cancel
 from services.common.partials import Observation
 from services.common.recorder import Recorder
 from services.common.training_config import Optimizer, Trainer
+from services.launcher import plan
 
 NUM_SERVING = 2
 """Replicas that serve; with the one that joins there are three engines."""
@@ -137,8 +138,9 @@ def _step(learner: Any) -> None:
     assert learner.finish().applied
 
 
-def replica(pipe: Connection, name: str, port: int, model: str) -> None:
-    """A process with a vLLM engine. Told "serve", it joins for good, generates, and answers each
+def replica(pipe: Connection, number: int, port: int, model: str) -> None:
+    """A process with a vLLM engine, its threads and cores those of the replica of that number under
+    `headrace run`. Told "serve", it joins for good, generates, and answers each
     version that it has loaded and proven with (version, pause in seconds, seconds of the fetch).
 
     Told "join", it joins and leaves again: it answers "fetching" when it begins to, and a `Join`
@@ -147,7 +149,14 @@ def replica(pipe: Connection, name: str, port: int, model: str) -> None:
     answers "working" when it begins to, and "done".
     """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling a sampler takes half a minute an engine
-    asyncio.run(_replica(pipe, name, port, model))
+    os.environ |= plan.environment(
+        Recipe(model=Model(path=model), data=Data(file="prompts.jsonl", epochs=1.0)),
+        "generator",
+        replica=number,
+        machine=plan.this_machine(),
+        environ=os.environ,
+    )
+    asyncio.run(_replica(pipe, f"replica-{number}", port, model))
 
 
 @dataclass(frozen=True)
@@ -359,8 +368,8 @@ class House:
         place = Path(tempfile.mkdtemp(dir=folder))
         self.trainer = Started(trainer, model, str(place))
         port = self.trainer.first
-        self.serving = [Started(replica, f"serving-{n}", port, model) for n in range(NUM_SERVING)]
-        self.joiner = Started(replica, "joiner", port, model)
+        self.serving = [Started(replica, n, port, model) for n in range(NUM_SERVING)]
+        self.joiner = Started(replica, NUM_SERVING, port, model)
         for each in (*self.serving, self.joiner):
             assert each.first == "up"
         for each in self.serving:

@@ -15,6 +15,11 @@ GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 CXX = "clang++" if sys.platform == "darwin" else "g++"
 """The compiler that torch runs on CPUs where $CXX names no other."""
 
+LARGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+"""Have malloc ask for transparent huge pages. A load takes memory for a layer and gives it back
+again and again: to have it in pages of 4 KiB is half of its time on a CPU. To keep it instead
+(M_TRIM_THRESHOLD) is as fast, but took another 1.2 times the model's size."""
+
 SMALL_VOCABULARY = 2048
 """Up to here compilation gains less than a twentieth of a sampled token's time."""
 
@@ -25,15 +30,18 @@ def prepare(
     vocab_size: int | None,
     environ: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Turn torch.compile off where there is no GPU and it cannot work or is not worth its time;
-    call it before an engine is started.
+    """On a machine without a GPU: have large pages, and turn torch.compile off where it cannot work
+    or is not worth its time. Call it before an engine is started.
 
     An eager engine compiles one function of its sampler all the same, at the first request: without
     a C++ compiler it dies there. Compilation takes 5 to 25 s, and makes that function ten times as
     fast: 0.1 instead of 1.2 ms a token with a vocabulary of 150,000, and nothing that can be
     measured with one of 100. A variable that the user has set stays as it is.
     """
-    if "TORCHDYNAMO_DISABLE" in environ or any(path.exists() for path in GPU_DRIVERS):
+    if any(path.exists() for path in GPU_DRIVERS):
+        return
+    environ.setdefault(*LARGE_PAGES)
+    if "TORCHDYNAMO_DISABLE" in environ:
         return
     compiler = environ.get("CXX", CXX)
     if shutil.which(compiler, path=environ.get("PATH", os.defpath)) is None:

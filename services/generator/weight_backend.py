@@ -4,11 +4,17 @@ broadcast to a group that the worker is in (weight_receiver.py). Either way is t
 Importing this module registers the backend "headrace" with vLLM's weight transfer; the engine names
 `Extension` as `worker_extension_cls`, which makes vLLM import it in the worker. vLLM's layerwise
 reload does the work. It has one trap: on CPUs, with tied embeddings, the reload succeeds and the
-output head keeps serving the old weights, because the CPU backend has packed a copy of them. So
-every embedding is packed once more after the reload. The load-path proof of
-services/generator/proof.py shows that it helped.
+output head keeps serving the old weights, because the CPU backend has packed a copy of them, and
+what it shares with the embedding is loaded through that alone. So embeddings that share their
+weights are packed once more after the reload. The load-path proof of services/generator/proof.py
+shows that it helped.
+
+Embeddings that are only looked up need no packed copy, which vLLM makes of each: here one is made
+at its first use as an output head, so that mostly there is none, neither in memory nor in the time
+of a load.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +28,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -64,6 +74,15 @@ class Backend(WeightTransferEngine[Init, Update]):  # type: ignore[misc,unused-i
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._receiver = Receiver(self.group_engine)
+        for module in model.modules() if device.type == "cpu" else ():
+            # Heads are of a subclass, but some models have their embedding for a head, too.
+            method = getattr(module, "quant_method", None)
+            if (
+                type(module) is VocabParallelEmbedding
+                and type(method) is UnquantizedEmbeddingMethod
+            ):
+                setattr(method, "process_weights_after_loading", pack_when_used)  # noqa: B010 - mypy
+                pack_when_used(module)
 
     def group_engine(self) -> NCCLWeightTransferEngine:
         """What connects and receives in a group."""
@@ -118,14 +137,32 @@ class Backend(WeightTransferEngine[Init, Update]):  # type: ignore[misc,unused-i
         self.repack_embeddings()
 
     def repack_embeddings(self) -> None:
-        """Pack embeddings (the output head is one) from the weights just loaded."""
-        for module in self.model.modules():
-            if isinstance(module, VocabParallelEmbedding):
+        """Pack embeddings (the output head is one) that share their weights from those just
+        loaded. Others have been packed as they were loaded: again takes a third of a load."""
+        modules = list(self.model.modules())
+        users = Counter(
+            id(weights) for module in modules for weights in module.parameters(recurse=False)
+        )
+        for module in modules:
+            shares = any(users[id(weights)] > 1 for weights in module.parameters(recurse=False))
+            if shares and isinstance(module, VocabParallelEmbedding):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Be in no group."""
         self._receiver.leave()
+
+
+def pack_when_used(layer: Any) -> None:
+    """Have an embedding's weights packed when it is first called as a linear layer, as they are
+    then; instead of vLLM's `process_weights_after_loading`, which packs them at once."""
+
+    def first(*arguments: Any) -> torch.Tensor:
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        result: torch.Tensor = layer.cpu_linear(*arguments)
+        return result
+
+    layer.cpu_linear = first
 
 
 def register() -> None:

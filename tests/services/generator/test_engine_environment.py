@@ -1,4 +1,4 @@
-"""When torch.compile is turned off."""
+"""What workers find in their environment, and when torch.compile is turned off."""
 
 from pathlib import Path
 
@@ -48,6 +48,18 @@ def test_gpus_and_what_the_user_set_are_left_alone(gpu: Path) -> None:
     assert prepared(100, PATH="", TORCHDYNAMO_DISABLE="0") == "0"
     gpu.touch()
     assert prepared(100, PATH="") is None
+
+
+def test_workers_on_cpus_have_large_pages(gpu: Path) -> None:
+    def tunables(**environ: str) -> str | None:
+        engine_environment.prepare(enforce_eager=True, vocab_size=100, environ=environ)
+        return environ.get("GLIBC_TUNABLES")
+
+    assert tunables() == "glibc.malloc.hugetlb=1"
+    assert tunables(TORCHDYNAMO_DISABLE="1") == "glibc.malloc.hugetlb=1"
+    assert tunables(GLIBC_TUNABLES="glibc.malloc.tcache_count=0") == "glibc.malloc.tcache_count=0"
+    gpu.touch()
+    assert tunables() is None
 
 
 def test_the_vocabulary_is_that_of_the_configuration(tmp_path: Path) -> None:
