@@ -6,15 +6,15 @@ SMOOTHED_STEPS = 8
 """A reward is reached when the mean over so many steps is: one step alone differs by chance."""
 
 
-def reached_step(rewards: Mapping[int, float], *, level: float) -> int | None:
-    """The first step at which the mean reward of SMOOTHED_STEPS steps in a row, it being the last,
-    is at least `level`; None where there is none.
+def reached_step(means: Mapping[int, float], *, level: float) -> int | None:
+    """The first step at which the mean reward is at least `level`; None where there is none.
 
-    Example: where `level` is first met by the mean of steps 3 to 10, it is reached at step 10.
+    means: by step, over all conversations that were scored in the SMOOTHED_STEPS steps of which it
+    is the last. Not a mean of steps: where conversations take long they are scored in bursts, in
+    one step a thousand and in the next none.
+
+    Example: where it is first met by the conversations of steps 3 to 10, it is reached at step 10.
     """
-    for step in sorted(rewards):
-        window = [rewards.get(each) for each in range(step - SMOOTHED_STEPS + 1, step + 1)]
-        values = [value for value in window if value is not None]
-        if len(values) == SMOOTHED_STEPS and sum(values) / SMOOTHED_STEPS >= level:
-            return step
-    return None
+    return next(
+        (step for step in sorted(means) if step >= SMOOTHED_STEPS and means[step] >= level), None
+    )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.partials import Count, Ratio
+from services.common.partials import Count, Observation, Ratio
 
 SeriesKey = tuple[str, int, int]
 """(key, attempt, step)."""
@@ -21,9 +21,10 @@ SeriesKey = tuple[str, int, int]
 NOTES_AT_MOST = 512
 """When so many wait, whoever brings the last adds them up: in a fraction of a millisecond."""
 
-Note = tuple[SeriesKey, type[Any], float, Any, float]
+Note = tuple[tuple[str | tuple[str, ...], int, int], type[Any], float, Any, float]
 """(series, kind, monotonic time, value, denominator): a count's and a ratio's numbers are finite;
-an observation's is any number or a list of them, not empty."""
+an observation's is any number or a list of them, not empty. A series of several keys is several,
+of the same observations."""
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ class OpenPartials:
 
     def add_up(self) -> dict[SeriesKey, Open]:
         """All partials, with what has been noted so far."""
-        grouped: dict[tuple[SeriesKey, type[Any]], list[Note]] = {}
+        grouped: dict[tuple[Any, type[Any]], list[Note]] = {}
         for _ in range(len(self.notes)):  # others go on noting
             note = self.notes.popleft()
             try:
@@ -63,7 +64,10 @@ class OpenPartials:
             except TypeError:  # what cannot be hashed is neither a key nor a step
                 self._refuse(str(note[0][0]), f"no series: {note[0]}")
         for (series, kind), notes in grouped.items():
-            self._add(series, kind, notes)
+            if isinstance(series[0], tuple):
+                self._add_to_each(series, notes)
+            else:
+                self._add(series, kind, notes)
         return self._items
 
     def _add(self, series: SeriesKey, kind: type[Any], notes: list[Note]) -> None:
@@ -80,6 +84,19 @@ class OpenPartials:
         else:
             for moment_s, values in _values(notes):
                 found.add_many(values, moment_s)
+
+    def _add_to_each(self, series: tuple[tuple[str, ...], int, int], notes: list[Note]) -> None:
+        """Observations that several keys share: brought together once."""
+        moments = [note[2] for note in notes]
+        seen = Observation()
+        for moment_s, values in _values(notes):
+            seen.add_many(values, moment_s)
+        keys, attempt, step = series
+        for key in keys:
+            place = (key, attempt, step)
+            found = self.partial(place, Observation, min(moments), max(moments), len(notes))
+            if found is not None:
+                found.merge(seen)
 
     def take(self) -> dict[SeriesKey, Open]:
         """The same, and begin anew."""

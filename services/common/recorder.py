@@ -135,13 +135,18 @@ class Recorder:
             self._note(Observation, key, step, number)
 
     def observe_many(
-        self, key: str, values: "Iterable[float] | np.ndarray[Any, Any]", *, step: int | None = None
+        self,
+        key: str | tuple[str, ...],
+        values: "Iterable[float] | np.ndarray[Any, Any]",
+        *,
+        step: int | None = None,
     ) -> None:
-        """Take several values in one call, or none of them when one is no number."""
+        """Take several values in one call, or none of them when one is no number. Of several keys
+        each takes them, which costs little more than one."""
         try:
-            numbers = [float(value) for value in values]
+            numbers = list(map(float, values))
         except Exception as error:  # of the caller's values: it must not reach the caller's work
-            self._refuse(key, f"no numbers: {error}")
+            self._refuse(str(key), f"no numbers: {error}")
             return
         if numbers:
             self._note(Observation, key, step, numbers)
@@ -239,7 +244,7 @@ class Recorder:
     def _note(
         self,
         kind: type[Any],
-        key: str,
+        key: str | tuple[str, ...],
         step: int | None,
         value: float | list[float],
         under: float = 0.0,

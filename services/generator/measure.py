@@ -40,8 +40,7 @@ def _rollouts(conversations: list[Conversation], recorder: Recorder) -> None:
     recorder.observe_many(
         "rollout/engine_s", [sum([turn.duration_s for turn in c.turns]) for c in conversations]
     )
-    recorder.observe_many("rollout/turns_mean", turns)
-    recorder.observe_many("rollout/turns_max", turns)
+    recorder.observe_many(("rollout/turns_mean", "rollout/turns_max"), turns)
     sequences = sum([len(c.sequences) for c in conversations])
     recorder.ratio("rollout/samples_per_rollout", sequences, len(conversations))
     ended = Counter([c.end_reason for c in conversations])
@@ -50,11 +49,13 @@ def _rollouts(conversations: list[Conversation], recorder: Recorder) -> None:
     reprefill = sum([turn.reprefill_tokens for c in conversations for turn in c.turns])
     if reprefill:
         recorder.count("perf/weight_sync_reprefill_tokens", reprefill)
-    for key, seconds in (
-        ("env/reset_s", [c.reset_s for c in conversations]),
-        ("env/reward_s", [c.reward_s for c in conversations]),
-    ):
-        recorder.observe_many(key, [value for value in seconds if value is not None])
+    # Without an environment there is neither.
+    recorder.observe_many(
+        "env/reset_s", [c.reset_s for c in conversations if c.reset_s is not None]
+    )
+    recorder.observe_many(
+        "env/reward_s", [c.reward_s for c in conversations if c.reward_s is not None]
+    )
 
 
 def _transitions(conversations: list[Conversation], tokens: list[int], recorder: Recorder) -> None:
@@ -83,8 +84,7 @@ def _transitions(conversations: list[Conversation], tokens: list[int], recorder:
 def _completions(conversations: list[Conversation], tokens: list[int], recorder: Recorder) -> None:
     number = len(conversations)
     recorder.ratio("completions/mean_length", sum(tokens), number)
-    recorder.observe_many("completions/max_length", tokens)
-    recorder.observe_many("completions/min_length", tokens)
+    recorder.observe_many(("completions/max_length", "completions/min_length"), tokens)
     clipped = sum([_clipped(conversation) for conversation in conversations])
     recorder.ratio("completions/clipped_ratio", clipped, number)
 

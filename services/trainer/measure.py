@@ -202,8 +202,8 @@ def _record_samples(
 ) -> None:
     trained = [samples[index] for row in plan.rows if not row.echo for index in row.samples]
     lengths = [sample.token_ids.size for sample in trained]
-    record.observe_many("sample/forwarded_tokens_mean", lengths, step=step)
-    record.observe_many("sample/forwarded_tokens_max", lengths, step=step)
+    lengths_of = ("sample/forwarded_tokens_mean", "sample/forwarded_tokens_max")
+    record.observe_many(lengths_of, lengths, step=step)
     record.observe_many("sample/trained_tokens_mean", [s.num_trained for s in trained], step=step)
     staleness = [group.staleness for group in groups for _ in group.samples]
     record.observe_many("sample/staleness_mean", staleness, step=step)
@@ -222,8 +222,7 @@ def _record_rows(
     rows = [row for row in plan.rows if not row.echo]
     record.observe_many("batch/samples_per_row", [len(row.samples) for row in rows], step=step)
     row_tokens = [row.tokens for row in rows]
-    record.observe_many("batch/row_tokens_mean", row_tokens, step=step)
-    record.observe_many("batch/row_tokens_max", row_tokens, step=step)
+    record.observe_many(("batch/row_tokens_mean", "batch/row_tokens_max"), row_tokens, step=step)
     for microbatch in plan.microbatches:
         loads = [
             sum_of_squares(samples[index].num_context for index in row.samples)

@@ -1,16 +1,17 @@
 from benchmarks.levels import SMOOTHED_STEPS, reached_step
 
 
-def test_one_lucky_step_reaches_nothing() -> None:
-    rewards = dict.fromkeys(range(1, 40), 0.3) | {20: 1.0}
-    assert reached_step(rewards, level=0.5) is None
+def test_reached_is_the_first_step_whose_window_is_there() -> None:
+    means = {step: 0.0 if step < 10 else 0.6 for step in range(1, 30)} | {20: 0.0}
+    assert reached_step(means, level=0.6) == 10
+    assert reached_step(means, level=0.7) is None
 
 
-def test_reached_is_the_step_that_ends_the_window() -> None:
-    rewards = {step: 0.0 if step < 10 else 0.6 for step in range(1, 30)}
-    assert reached_step(rewards, level=0.6) == 10 + SMOOTHED_STEPS - 1
+def test_windows_that_begin_before_the_run_do_not_count() -> None:
+    means = dict.fromkeys(range(1, SMOOTHED_STEPS), 1.0)
+    assert reached_step(means, level=0.5) is None
+    assert reached_step(means | {SMOOTHED_STEPS: 1.0}, level=0.5) == SMOOTHED_STEPS
 
 
-def test_a_window_with_a_step_that_is_not_known_yet_does_not_count() -> None:
-    rewards = {step: 0.6 for step in range(1, 30) if step % 7}
-    assert reached_step(rewards, level=0.5) is None
+def test_a_step_in_which_nothing_was_scored_is_passed_over() -> None:
+    assert reached_step({9: 0.3, 12: 0.6}, level=0.5) == 12

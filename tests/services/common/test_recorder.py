@@ -70,6 +70,30 @@ def test_nothing_observed_is_nothing_sent() -> None:
     assert recorder.snapshot() == {}
 
 
+def test_several_keys_take_the_same_values() -> None:
+    together, apart = alone(), alone()
+    for recorder in (together, apart):
+        recorder.observe("a", 9.0)  # a key of several may be recorded alone, too
+    for values in ([3.0, 0.0, -1.5], [math.nan, 4.0], [math.inf]):
+        together.observe_many(("a", "b"), values, step=2)
+        apart.observe_many("a", values, step=2)
+        apart.observe_many("b", values, step=2)
+    found, expected = together.snapshot(), apart.snapshot()
+    assert sorted(found) == [("a", 0, 0), ("a", 0, 2), ("b", 0, 2)]
+    for series, seen in expected.items():
+        other = found[series]
+        assert isinstance(seen, Observation)
+        assert isinstance(other, Observation)
+        seen.last_s = other.last_s = 0.0  # they were called one after the other
+        assert other == seen
+    together.count("c")
+    together.observe_many(("b", "c"), [1.0])
+    assert refusals(together) == 1, "c counts"
+    taken = together.snapshot()["b", 0, 0]
+    assert isinstance(taken, Observation)
+    assert taken.n == 1
+
+
 def test_nan_and_infinities_are_counted_where_a_value_may_be_one() -> None:
     recorder = alone()
     for value in (math.nan, math.inf, -math.inf, 1.0):
