@@ -107,7 +107,8 @@ def _engines(found: Result) -> str:
         [
             "A replica that joins in mid-run, its engine up, everything real: a learner that takes "
             "steps, two replicas that serve and generate, and the one that joins, each with vLLM, "
-            f"on the same cores; a model of {found['megabytes']:.0f} MB in float32, so that each "
+            "threads and cores as `headrace run` gives them; a model of "
+            f"{found['megabytes']:.0f} MB in float32, so that each "
             "version travels whole. Counted is from the start of its client to the true weights, "
             "without the proof and the wait for its values, over one fetch by the same replica "
             f"while nothing else goes on ({shown(found['fetch_s'], 2)} s). `quiet`: no version is "
@@ -186,11 +187,12 @@ def endtoend(result: Result) -> str:
         )
         parts.append(
             "Asynchronous against the same recipe made synchronous (`max_staleness = 0`: one step "
-            f"at a time), seconds until the mean reward of 8 steps reached {result['level']}. In "
-            "`slow reward` each group's reward takes 0.2 s; in `long tail` conversations wait "
-            "lognormal times (median 0.15 s, sigma 1), as if answers of such lengths were written "
-            "on other machines. In `plain` all stages share the same cores, so that little is to "
-            f"be had.\n\n{table(heads, rows)}"
+            "at a time), seconds until the mean reward of the conversations of 8 steps reached "
+            f"{result['level']}. In `slow reward` each group's reward takes 0.2 s, of 16 groups at "
+            "a time (of the 8 that are the default the scorer is the limit of both); in `long "
+            "tail` conversations wait lognormal times (median 0.15 s, sigma 1), as if answers of "
+            "such lengths were written on other machines. In `plain` all stages share the same "
+            f"cores, so that little is to be had.\n\n{table(heads, rows)}"
         )
     return "\n\n".join(parts)
 

@@ -50,16 +50,23 @@ def test_gpus_and_what_the_user_set_are_left_alone(gpu: Path) -> None:
     assert prepared(100, PATH="") is None
 
 
-def test_workers_on_cpus_have_large_pages(gpu: Path) -> None:
-    def tunables(**environ: str) -> str | None:
+@pytest.mark.parametrize(
+    ("name", "value", "own"),
+    [
+        ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", "glibc.malloc.tcache_count=0"),
+        ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128", "4096"),
+    ],
+)
+def test_the_memory_of_workers_on_cpus(gpu: Path, name: str, value: str, own: str) -> None:
+    def found(**environ: str) -> str | None:
         engine_environment.prepare(enforce_eager=True, vocab_size=100, environ=environ)
-        return environ.get("GLIBC_TUNABLES")
+        return environ.get(name)
 
-    assert tunables() == "glibc.malloc.hugetlb=1"
-    assert tunables(TORCHDYNAMO_DISABLE="1") == "glibc.malloc.hugetlb=1"
-    assert tunables(GLIBC_TUNABLES="glibc.malloc.tcache_count=0") == "glibc.malloc.tcache_count=0"
+    assert found() == value
+    assert found(TORCHDYNAMO_DISABLE="1") == value
+    assert found(**{name: own}) == own, "what the user set"
     gpu.touch()
-    assert tunables() is None
+    assert found() is None
 
 
 def test_the_vocabulary_is_that_of_the_configuration(tmp_path: Path) -> None:
