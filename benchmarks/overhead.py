@@ -11,9 +11,10 @@ no such setting in the recipe, since summary, verdict and ledger would be empty.
 
 `overhead_frac` is what is measured within the runs that are on: CPU seconds in calls that record
 and in the threads that send, over all CPU seconds of the run but the aggregator's, between whose
-parts the machine is divided as the user likes. `step_ratio` is the cross-check, which chance
-dominates: seconds of a step with metrics over those without, rounds in turns. What a call costs is
-measured by recorder.py, whose table is printed too.
+parts the machine is divided as the user likes; without what timing the calls costs, measured where
+they are made (overhead_service.py). `step_ratio` is the cross-check, which chance dominates:
+seconds of a step with metrics over those without, rounds in turns. What a call costs is measured by
+recorder.py, whose table is printed too.
 
 Prints tables and writes benchmarks/results/overhead.json.
 """
@@ -98,6 +99,9 @@ def play(mode: str, *, steps: int, overrides: list[str]) -> dict[str, Any]:
         "calls_per_step": {
             service: each["calls"] / steps for service, each in zip(names, spent, strict=True)
         },
+        "timing_s_per_call": {
+            service: each["timing_s"] for service, each in zip(names, spent, strict=True)
+        },
     }
 
 
@@ -122,6 +126,7 @@ def compare(*, rounds: int, steps: int, overrides: list[str]) -> dict[str, Any]:
                 "recording_s_per_step": _median(on, "recording_s_per_step", service),
                 "sender_s_per_step": _median(on, "sender_s_per_step", service),
                 "calls_per_step": _median(on, "calls_per_step", service),
+                "timing_s_per_call": _median(on, "timing_s_per_call", service),
             }
             for service in SERVICES
         },
@@ -147,7 +152,8 @@ def _median(runs: list[dict[str, Any]], key: str, service: str) -> float:
 def show(result: dict[str, Any]) -> None:
     """Print the tables."""
     table = Table(title="a step of the demo, with metrics")
-    for column in ("service", "CPU s", "of it recording", "of it sending", "share", "calls"):
+    heads = ("service", "CPU s", "of it recording", "of it sending", "share", "calls")
+    for column in (*heads, "timing a call"):
         table.add_column(column, justify="right")
     for service, row in result["by_service"].items():
         cpu_s, recording_s = row["cpu_s_per_step"], row["recording_s_per_step"]
@@ -158,6 +164,7 @@ def show(result: dict[str, Any]) -> None:
             f"{row['sender_s_per_step'] * 1e3:.2f} ms",
             f"{recording_s / cpu_s:.2%}",
             f"{row['calls_per_step']:.0f}",
+            f"{row['timing_s_per_call'] * 1e6:.1f} us",
         )
     Console().print(table)
     print(f"aggregator: {result['aggregator_cpu_s_per_step']:.3f} CPU s a step")

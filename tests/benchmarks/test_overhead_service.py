@@ -12,7 +12,7 @@ def busy(seconds: float) -> str:
 
 
 def test_a_call_within_a_timed_one_is_part_of_it() -> None:
-    clock = Clock()
+    clock = Clock(empty_frac=0.0)
     inner = clock.timed(busy)
     outer = clock.timed(lambda: [inner(0.01), inner(0.01)])
     assert outer() == ["done", "done"]
@@ -23,9 +23,21 @@ def test_a_call_within_a_timed_one_is_part_of_it() -> None:
 
 
 def test_what_timing_costs_is_taken_off() -> None:
-    clock = Clock()
-    empty = clock.timed(lambda: None)
-    for _ in range(5_000):
-        empty()
-    raw_s = clock.spent.seconds
-    assert clock.result().seconds < raw_s
+    clock, whole = Clock(empty_frac=0.5), Clock(empty_frac=0.0)
+    for each in (clock, whole):
+        empty = each.timed(lambda: None)
+        for _ in range(5_000):
+            empty()
+    spent, raw = clock.result(), whole.result()
+    assert spent.calls == raw.calls == 5_000
+    assert spent.timing_s > 0 == raw.timing_s
+    assert spent.seconds < raw.seconds / 2
+
+
+def test_calls_that_were_not_timed_count_as_those_that_were() -> None:
+    clock = Clock(empty_frac=0.5)
+    slow, outer = clock.timed(busy), clock.timed(lambda: slow(0.001))
+    assert [outer() for _ in range(40)] == ["done"] * 40
+    spent = clock.result()
+    assert (spent.calls, spent.inner_calls) == (40, 40)
+    assert spent.seconds >= 0.04 * 0.9
