@@ -59,7 +59,7 @@ lock: $(INSTALLED)  ## resolve pyproject.toml anew and write requirements/*.txt
 bench: $(INSTALLED)  ## measurements, about three hours, or those in NAMES: tables, results, docs/benchmarks.md
 	$(BIN)/python benchmarks/suite.py $(NAMES)
 
-soak: $(INSTALLED)  ## the demo for two hours with restarts: flat memory and streams; soak.json (ARGS="--minutes 5")
+soak: $(INSTALLED)  ## 20,000 groups with restarts, about an hour: flat memory and streams; soak.json (ARGS="--minutes 5")
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 chaos: $(INSTALLED)  ## 220 faults into 20 pipelines of real processes, about 20 minutes; a table, and chaos.json

@@ -25,7 +25,7 @@ medians with the least and the greatest of the runs beside them. `make bench` ru
 averages below are those before each began. `make soak` is the soak, beside which others may work.
 """
 
-SOAK = Measurement("soak", "hours with restarts", 130)
+SOAK = Measurement("soak", "20,000 groups with restarts", 65)
 
 
 def about_lines(results: dict[str, dict[str, Any]]) -> list[str]:

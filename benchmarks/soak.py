@@ -1,7 +1,7 @@
-"""The demo for hours, small, with restarts: does memory stay flat, do streams stay short, does the
-ledger balance?
+"""20,000 groups of the demo, small, with restarts: does memory stay flat, do streams stay short,
+does the ledger balance?
 
-    python benchmarks/soak.py                          2 hours or 20,000 groups
+    python benchmarks/soak.py                          20,000 groups, which take about an hour
     python benchmarks/soak.py --minutes 5 --restart-every-s 40      does it work at all?
 
 One after the other generator, scorer, aggregator and trainer are ended, by SIGTERM and SIGKILL in
@@ -45,7 +45,7 @@ SETTINGS = (
     *("optimizer.learning_rate=1e-5", "checkpoint.every_steps=100", "aggregator.http_port=0"),
     'rewards.functions=[{function = "benchmarks.soak_tasks:paced_reward", name = "reasoning_gym"}]',
 )
-"""Small groups, about one a second (soak_tasks.py), so that other work can go on beside it."""
+"""Small groups, about six a second (soak_tasks.py), so that other work can go on beside it."""
 
 GROUPS_PER_STEP = 8
 

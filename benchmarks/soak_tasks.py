@@ -6,8 +6,8 @@ from typing import Any
 from services.scorer.builtin_rewards import reasoning_gym
 
 REWARD_S = 1.3
-"""Of one call, which is of one group; a scorer calls for eight groups at a time, so about one group
-a second is trained and the cores are free most of the time."""
+"""Of one call, which is of one group; a scorer calls for eight groups at a time, so about six
+groups a second are trained and the cores are free half of the time."""
 
 
 async def paced_reward(
