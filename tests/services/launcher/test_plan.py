@@ -67,6 +67,7 @@ def test_cores_are_shared_out(tmp_path: Path) -> None:
     assert found["trainer-0"].env["OMP_NUM_THREADS"] == "1"
     assert found["scorer-0"].env["OMP_NUM_THREADS"] == "1"
     assert found["generator-0"].env["OMP_NUM_THREADS"] == "1"
+    assert found["generator-0"].env["MALLOC_ARENA_MAX"] == "2"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def test_cores_are_shared_out(tmp_path: Path) -> None:
         ("trainer", {}, Machine(cores=tuple(range(8)), gpu=False), {"OMP_NUM_THREADS": "7"}),
         ("trainer", {}, Machine(cores=tuple(range(8)), gpu=True), {"OMP_NUM_THREADS": "8"}),
         ("trainer", {"OMP_NUM_THREADS": "3"}, Machine((0,), gpu=False), {"OMP_NUM_THREADS": "3"}),
+        ("scorer", {"MALLOC_ARENA_MAX": "4"}, Machine((0,), gpu=False), {"MALLOC_ARENA_MAX": "4"}),
         ("generator", {}, Machine(cores=(4, 5), gpu=False), {"VLLM_CPU_OMP_THREADS_BIND": "4"}),
         ("generator", {}, Machine(cores=(4, 5), gpu=False), {"HF_HUB_OFFLINE": "1"}),
     ],
